@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 from checkpoint_models import Mlp, Net, Pairs, Trained, convs, cross_entropy, images, mlps, pairs, rows, train
 
 import memfit
+from memfit.checkpointing import planning
 from memfit.checkpointing.blocks import find_blocks
+from memfit.checkpointing.seen import CallSeen, equalize_seconds
 from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.errors import (
     BudgetNotHeldError,
@@ -135,6 +138,40 @@ def test_predictions_are_what_is_measured() -> None:
     planned = handle.report().windows[-1]
     assert planned.taken_bytes <= planned.predicted_bytes < 1.02 * planned.taken_bytes
     handle.close()
+
+
+def in_parts(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        x = model.before(x)
+        for layer in model.layers:
+            x = layer(x)
+        return model.after(x)
+
+    return call
+
+
+@pytest.mark.parametrize("called", [lambda model: model.forward, in_parts])
+@pytest.mark.parametrize("kind", KINDS)
+def test_methods_and_parts_that_a_loop_calls_are_held_as_the_model_is(kind: str, called: Any) -> None:
+    make, data = KINDS[kind]
+    wanted = bare(make, data)
+    budget = int(0.85 * max(wanted.peaks[2:])) + older_bytes()
+    model = make()
+    with memfit.checkpoint(model, budget) as handle:
+        got = train(model, data, call=called(model))
+        handle.end_step()
+        assert got.same_bits(wanted) and max(got.peaks) <= budget
+        assert [window.plan > 0 for window in handle.report().windows] == [False] + [True] * 7
+        with torch.no_grad():
+            called(model)(data(0)[0])
+        handle.end_step()
+        kinds = [window.kind for window in handle.report().windows]
+        assert kinds == [WindowKind.FIRST] * 8  # an evaluation in the midst of none is in no window
+        train(model, data, steps=1, call=called(model))
+        with torch.no_grad():
+            called(model)(data(0)[0])
+        handle.end_step()
+        assert handle.report().windows[-1].kind is WindowKind.EVALUATION
 
 
 def test_what_a_loop_takes_after_an_update_is_predicted() -> None:
@@ -555,9 +592,18 @@ def test_later_micro_batches_are_told_although_a_wrapper_keeps_the_gradients() -
     handle.close()
 
 
-@pytest.mark.xfail(reason="a step took up to 2% more than its budget in some runs", strict=False)
-def test_what_grows_between_steps_is_planned_for() -> None:
-    kept: list[torch.Tensor] = []
+@pytest.mark.parametrize("seed", range(5))
+def test_what_grows_between_steps_is_planned_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever seconds operators take, and so whichever plans are made and measured against each other."""
+    generator, kept = random.Random(seed), list[torch.Tensor]()
+
+    def seconds_by_chance(calls: list[CallSeen]) -> None:
+        equalize_seconds(calls)
+        for op in (op for call in calls for op in call.ops):
+            op.seconds *= 2 ** generator.gauss(0, 1.5)
+
+    if seed:
+        monkeypatch.setattr(planning, "equalize_seconds", seconds_by_chance)
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         kept.append(torch.zeros(20_000))
@@ -569,6 +615,8 @@ def test_what_grows_between_steps_is_planned_for() -> None:
     got, handle = steered(mlps, rows, budget, loss=loss, steps=16)
     assert got.same_bits(wanted) and max(got.peaks) <= budget
     assert handle.report().sizes[0].plans > 1
+    errors = [w.taken_bytes - w.predicted_bytes for w in handle.report().windows if w.predicted_bytes is not None]
+    assert max(errors) < budget >> 9  # what a plan leaves to what no window has shown
     handle.close()
 
 

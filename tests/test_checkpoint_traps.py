@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import logging
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import checkpoint_reaching
@@ -384,6 +387,126 @@ class Reentrant(Mlp):
 class NotReentrant(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+class WritesTwo(Mlp):
+    """Writes to two of its tensors in one call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.a(x))
+        two = [y.detach().sin(), y.detach().cos()]
+        torch._foreach_add_(two, 1.0)
+        return x + self.b(y * two[0] + two[1] * y.tanh())
+
+
+def test_a_call_that_writes_to_several_tensors_is_right() -> None:
+    for share in (0.9, 0.75, 0.6):
+        same_as_bare(net(lambda: WritesTwo(64)), share=share)
+
+
+def test_noise_that_autograd_saves_before_it_is_drawn_is_refused() -> None:
+    """Torch's own checkpoint around RReLU alone ends its second forward pass before the noise is there."""
+    model = net(lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.RReLU()))()
+    with (
+        memfit.checkpoint(model, "1GiB"),
+        pytest.raises(UnsupportedStepError, match=r"rrelu_with_noise.*memfit\.eager"),
+    ):
+        train(model)
+
+
+def _layers() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_of_a_sequence_in_pieces_that_is_replaced_counts_from_the_next_call_on(is_frozen: bool) -> None:
+    """A call takes up the model's forward before hooks on the model run."""
+
+    def trained(*, is_held: bool) -> tuple[list[torch.Tensor], torch.nn.Sequential]:
+        model, losses = _layers(), list[torch.Tensor]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = memfit.checkpoint(model, "1GiB") if is_held else None
+        for number in range(7):
+            if number == 3 and is_frozen and handle is not None:
+                handle.freeze()
+            if number == 4:
+                torch.manual_seed(1)
+                model[2] = torch.nn.Linear(8, 8)
+            if number == 5:
+                model.append(torch.nn.Linear(4, 4))
+            losses.append(model(rows(number)[0]).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.close()
+            assert "forward" not in vars(model)
+        return losses, model
+
+    (wanted, bare), (got, model) = trained(is_held=False), trained(is_held=True)
+    assert all(map(torch.equal, got, wanted))
+    assert all(map(torch.equal, model.parameters(), bare.parameters()))
+
+
+def test_copies_of_a_sequence_in_pieces_run_their_own_layers() -> None:
+    model, values = _layers(), rows(0)[0]
+    with memfit.checkpoint(model, "1GiB"):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert torch.equal(other(values), model(values))
+            other[0] = torch.nn.Linear(8, 8)
+            assert not torch.equal(other(values), model(values))
+
+
+def test_a_forward_that_the_user_puts_there_meanwhile_stays() -> None:
+    model = mlps()
+    layer: Any = model.layers[0]
+    with memfit.checkpoint(model, "1GiB"):
+        train(model, steps=3)
+        before = layer.forward
+        layer.forward = lambda x: 2 * before(x)
+        doubled = layer(torch.ones(2, 64))
+    assert torch.equal(layer(torch.ones(2, 64)), doubled)
+    train(model, steps=2)
+    del layer.forward
+    assert torch.equal(2 * layer(torch.ones(2, 64)), doubled) is False  # trained on
+    assert all("forward" not in vars(each) for each in model.modules())
+
+
+def _plain_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    x = y + bias
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+_PLAIN = _plain_gelu
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_function_of_torch_jit_is_refused_and_has_its_bits_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second call has other formulas for gradients than its first one."""
+
+    class Scripted(Mlp):
+        def __init__(self) -> None:
+            super().__init__(64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.b(_plain_gelu(self.a(x), self.a.bias))
+
+    def make() -> Net:
+        monkeypatch.setitem(globals(), "_plain_gelu", torch.jit.script(FunctionType(_PLAIN.__code__, globals())))
+        return net(Scripted)()
+
+    wanted = train(make())
+    model = make()
+    with memfit.checkpoint(model, "1GiB"), pytest.raises(UnsupportedStepError, match=r"'_plain_gelu', .*memfit\.eager"):
+        train(model)
+    model = make()
+    with memfit.eager(model, budget=int(0.75 * max(wanted.peaks)) + bytes_now(torch.device("cpu"))):
+        assert train(model).same_bits(wanted)
 
 
 def test_a_reentrant_checkpoint_in_a_block_is_refused_by_name() -> None:

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 import memfit
 from memfit.eager_mode.eager import bytes_of_tensors
-from memfit.eager_mode.kept import TABLE_WORDS, checksum
+from memfit.eager_mode.kept import BOX_WORDS, checksum
 from memfit.eager_mode.needs import Need, Needs
 from memfit.eager_mode.operators import Operator, is_dense
 from memfit.errors import InvalidTargetError
@@ -195,7 +195,7 @@ def test_sizes_that_values_decide_are_not_remembered() -> None:
 
 
 def test_contents_in_another_order_have_another_checksum() -> None:
-    for count in (512, 700, 4096, 70_001, TABLE_WORDS + 4_000):
+    for count in (512, 700, 4096, 70_001, BOX_WORDS + 4_000):
         words = torch.randn(count, dtype=torch.float64)
         before = checksum(words.untyped_storage())
         rows = words[: count // 64 * 64].view(-1, 64)
@@ -205,6 +205,14 @@ def test_contents_in_another_order_have_another_checksum() -> None:
         for other in (*others, swapped):
             assert checksum(other.clone().untyped_storage()) != before
         assert checksum(words.clone().untyped_storage()) == before
+
+
+@pytest.mark.parametrize("count", [130_000, 12 * BOX_WORDS + 4_000])
+def test_a_checksum_takes_less_than_the_modes_reserve(count: int) -> None:
+    words = torch.zeros(count, dtype=torch.float64)
+    with record("cpu") as usage:
+        checksum(words.untyped_storage())
+    assert usage.peak_bytes < 1 << 12
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the first derivative

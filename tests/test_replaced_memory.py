@@ -65,6 +65,16 @@ class Hooked(Base):
         return self.layers(values)
 
 
+class Normalized(Base):
+    """Reads what it has written once more in backward, and nothing of it after that."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layers[2].weight.data = nn.functional.normalize(self.layers[2].weight.data, dim=1)
+        hidden = self.layers[1](self.layers[0](values))
+        return nn.functional.linear(hidden, nn.functional.normalize(self.layers[2].weight, dim=1))
+
+
 class Averages(Base):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         hidden = self.layers(values) + self.near
@@ -109,10 +119,35 @@ def trained(kind: Callable[[], nn.Module], *, is_planned: bool, has_optimizer: b
     return model.state_dict()
 
 
+def test_what_backward_reads_of_replaced_memory_is_refused_in_a_compiled_model() -> None:
+    model = torch.compile(QuantizedAfterUse(), backend="memfit", options={"budget": "1MiB", "reserve": 0})
+    with pytest.raises(UnsupportedStepError, match=r"in backward that has other memory by then \(`\.data = \.\.\.`"):
+        squares(model, torch.randn(8, 6)).backward()
+
+
+@pytest.mark.parametrize("kind", [Teacher, Quantized, Hooked, Normalized, Averages])
+def test_replaced_values_are_there_in_the_next_step_of_a_compiled_model(kind: Callable[[], nn.Module]) -> None:
+    def states(backend: str) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model, found = kind(), list[dict[str, torch.Tensor]]()
+        options: Any = {"options": {"budget": "1MiB", "reserve": 0}} if backend == "memfit" else {}
+        compiled = torch.compile(model, backend=backend, **options) if backend else model
+        optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.05)
+        for number in range(4):
+            squares(compiled, torch.randn(8, 6, generator=torch.Generator().manual_seed(number))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return found
+
+    for planned, eager in zip(states("memfit"), states(""), strict=True):
+        assert [name for name, tensor in eager.items() if not torch.equal(tensor, planned[name])] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_optimizer", [True, False], ids=["with optimizer", "without"])
 @pytest.mark.parametrize(
-    "kind", [Teacher, Quantized, QuantizedAfterUse, Binary, Hooked, Averages, Exchanging, Shifting]
+    "kind", [Teacher, Quantized, QuantizedAfterUse, Normalized, Binary, Hooked, Averages, Exchanging, Shifting]
 )
 def test_replaced_values_are_there_in_the_next_step(kind: Callable[[], nn.Module], has_optimizer: bool) -> None:
     planned = trained(kind, is_planned=True, has_optimizer=has_optimizer)

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -212,6 +214,7 @@ from memfit.torch_private.tensors import (
     storage_users,
     strided_as_real,
     tensors_in,
+    tensors_reached,
     tree_flatten,
     tree_map,
     tree_unflatten,
@@ -692,6 +695,34 @@ def test_dispatch_mode_and_pytrees() -> None:
     assert tensors_in({"a": [leaves, (None, torch.ones(1))], "b": 2}) == [torch.ones(1)]
     assert bytes_in({"a": [torch.ones(3, 2), (None, torch.ones(1, dtype=torch.bfloat16))], "b": 2}) == 26
     assert tree_map(lambda leaf: leaf or 0, [1, (None,)]) == [1, (0,)]
+
+
+def test_tensors_in_objects_are_reached() -> None:
+    class Slots:
+        __slots__ = ("inner", "never_set")
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    @dataclass
+    class Record:
+        logits: Any
+        again: Any = None
+
+    class Words(UserDict[str, Any]):
+        pass
+
+    class Rows(list[Any]):
+        pass
+
+    one, two = torch.ones(1), torch.ones(2)
+    record = Record(one)
+    record.again = record
+    graphs = (SimpleNamespace(x=[one], store=Words(y=two)), Slots(Record({"a": one})), Rows([one]), record)
+    assert [len(tensors_reached(({"graph": each}, 3))) for each in graphs] == [2, 1, 1, 1]
+    assert all(not tensors_in(each) for each in graphs)
+    assert bytes_in([record, two]) == 12
+    assert tensors_reached((torch.nn.Linear(2, 2), (each for each in [one]), torch.optim.SGD([two]), len)) == []
 
 
 def test_a_device_without_streams_has_none_to_follow() -> None:

@@ -388,6 +388,8 @@ def test_a_script_is_refused() -> None:
 
     with pytest.raises(UnsupportedStepError, match=r"model is a script of torch\.jit"):
         memfit.fit(Script(), nn.CrossEntropyLoss(), batches()[0], budget="1MiB")
+    with pytest.raises(UnsupportedStepError, match=r"calls '1', a function or a module of torch\.jit"):
+        memfit.fit(nn.Sequential(nn.Linear(2, 2), Script()), nn.CrossEntropyLoss(), batches()[0], budget="1MiB")
 
 
 def test_a_shape_that_does_not_fit_is_said_with_its_module() -> None:

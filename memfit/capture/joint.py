@@ -124,6 +124,7 @@ class _JointCapture:
             corrections=corrections,
             replays_draws=replays_draws,
         )
+        self._replaced: set[int] = set()  # keys of storages in whose place there are others
         self._results: dict[Node, Any] = {}  # in the place of the trace's: of calls that were run again, too
 
     def run(self, name: str, between: BetweenHalves | None, written_by_others: Collection[int] | None) -> JointCapture:
@@ -281,6 +282,15 @@ class _JointCapture:
             raise UnsupportedStepError(
                 f"{_module_name(node) or 'the model'} lets a tensor have the memory of another one (`.data = ...`), "
                 "which a planned step would not: copy the values (`.data.copy_(...)`), or do it between calls"
+            )
+        if node.target is _REPLACE:  # its memory would be that of an activation, which a plan frees, or reuses
+            self._replaced.add(storage_key(args[0]))
+            self.trace.add_call(torch.ops.aten.copy_.default, args, kwargs, args[0])
+            return
+        if self._replaced & {storage_key(each) for each in tensors_in((args, kwargs))}:
+            raise UnsupportedStepError(
+                f"{_module_name(node) or 'the model'} reads a tensor in backward that has other memory by then "
+                "(`.data = ...` in forward, after it was used): replace it before it is used, or between calls"
             )
         if _is_stale(node, args):
             self._results[node] = self._reshaped(node.target, args, kwargs)

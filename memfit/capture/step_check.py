@@ -7,6 +7,7 @@ import math
 import torch
 
 from memfit.capture.across import BY_CHECKPOINT, Across
+from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
@@ -144,6 +145,11 @@ def _check_kinds(step: TrainingStep, where: str) -> None:
         raise InvalidTargetError(f"{where}: model is a {_kind(step.model)}, expected a torch.nn.Module")
     if isinstance(step.model, torch.jit.ScriptModule):
         raise UnsupportedStepError(f"{where}: model is a script of torch.jit; give the module that it was made from")
+    scripts = scripts_in(step.model)
+    if scripts:
+        raise UnsupportedStepError(
+            f"{where}: the model {calls_scripts(scripts)}, or train in eager mode (memfit.eager)"
+        )
     if not callable(step.loss):
         raise InvalidTargetError(
             f"{where}: loss is a {_kind(step.loss)}, expected a function loss(model, batch) or a loss module"

@@ -150,6 +150,11 @@ class BlockMode(UnwrappedMode):
         beside = (written | updated) & self._recorder.own
         if storage is not None and beside:
             self._made_beside.append((storage, beside))
+        touched = {storage, *(self.of.get(key) for key in written)} - {None}
+        if len(touched) > 1:  # one kept without the other would lack what the call writes, or have it twice
+            self._refuse_early_saves(func, written)
+            for each in touched:
+                self._compute_always(each)  # pyright: ignore[reportArgumentType]
         for key in given:
             read = self.of.get(key)
             if read is not None and read != storage:
@@ -177,6 +182,18 @@ class BlockMode(UnwrappedMode):
         self.call.ops.append(op)
         self._nth[name] += 1
         return returned
+
+    def _refuse_early_saves(self, func: Any, written: set[int]) -> None:
+        """Refuse a call that writes to what autograd has saved for it: torch's checkpoints may end before the write."""
+        before = self.call.ops[-1].moment if self.call.ops else 0
+        own = (self.call.storages[self.of[key]] for key in written if key in self.of)
+        if any(storage.saves and storage.saves[-1] > before for storage in own):
+            self._recorder.refuse(
+                self.call,
+                f"block {self.call.block!r} calls {func}, of which autograd saves a tensor before it is written "
+                "(as the noise of torch.nn.RReLU), and torch's checkpoints may stop there: take another operator, or "
+                f"name other blocks: memfit.checkpoint(..., blocks=[...]) without {self.call.block!r}",
+            )
 
     def _note_dropped(self) -> None:
         """Note which of the block's storages are gone after the operator that was called."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from memfit.checkpointing.explaining import Explanation, explained
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
+from memfit.step.hooks import Hook
+from memfit.torch_private.modules import module_hooks
 
 
 class Checkpointed:
@@ -93,3 +97,10 @@ class Checkpointed:
     def close(self) -> None:
         """End the budget, and leave the model as it was before."""
         self._loop.close()
+
+
+def loops_of(model: torch.nn.Module) -> list[Loop]:
+    """Return the loops whose hooks are on a model."""
+    hooks = module_hooks(model)[0].values()
+    owners = [getattr(hook.call, "__self__", None) for hook in hooks if isinstance(hook, Hook)]
+    return [owner for owner in owners if isinstance(owner, Loop)]

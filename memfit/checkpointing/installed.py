@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -37,7 +40,7 @@ class Installed:
     def __init__(
         self, model: torch.nn.Module, blocks: Sequence[Named], rest: Sequence[Named], steering: Steering
     ) -> None:
-        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._before: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]] = {}  # table, what was there, and is now
         self._inside: dict[str, tuple[dict[str, Any], Steered, Any]] = {}
         self._outside: list[tuple[torch.nn.Module, Any]] = []
         self._steering, self._spots = steering, list[Spot]()
@@ -68,7 +71,7 @@ class Installed:
                 (whole,) = vars(block)["whole"]
                 wholes.setdefault(id(whole), (whole, []))[1].append(block)
         for whole, pieces in wholes.values():
-            self._set(whole, "forward", partial(_in_pieces, pieces))
+            self._set(whole, "forward", _InPieces(whole, pieces))
         own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if is_layer(spot.module)}
         self._model, self._structure = model, Structure(model)
         self._functions = [
@@ -108,7 +111,7 @@ class Installed:
             compiled, around = own_call(spot.module), outer.get(id(uncompiled(spot.module)), spot.module)
             if spot.is_outside or (compiled is None and uncompiled(around) is around):
                 continue
-            self._put_back((id(vars(spot.module)), "forward"))
+            self._put_back(vars(spot.module), "forward")
             spot.is_outside = True
             steered = Steered(self._steering, spot, cast("Callable[..., Any]", compiled or vars(around)["forward"]))
             if compiled is None:
@@ -119,17 +122,18 @@ class Installed:
 
     def _set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         table = vars(module)
-        self._before[id(table), name] = table, table.get(name, _ABSENT)
+        self._before[id(table), name] = table, table.get(name, _ABSENT), value
         table[name] = value
 
-    def _put_back(self, place: tuple[int, str]) -> None:
-        if place not in self._before:
+    def _put_back(self, table: dict[str, Any], name: str) -> None:
+        """Put back what was in a table, unless the user has put something else there since."""
+        table, before, own = self._before.pop((id(table), name), (table, _ABSENT, _ABSENT))
+        if table.get(name, _ABSENT) is not own:
             return
-        (table, value), (_, name) = self._before.pop(place), place
-        if value is _ABSENT:
+        if before is _ABSENT:
             table.pop(name, None)
         else:
-            table[name] = value
+            table[name] = before
 
     def show_inside(self, names: Iterable[str] | None) -> None:
         """Let calls of these modules inside of blocks be steered, and those of no others.
@@ -154,8 +158,8 @@ class Installed:
         for module, compiled in self._outside:
             set_call(module, compiled)
         self._outside.clear()
-        for place in tuple(self._before):
-            self._put_back(place)
+        for (_, name), (table, _, _) in tuple(self._before.items()):
+            self._put_back(table, name)
 
 
 def refuse_others(model: torch.nn.Module) -> None:
@@ -212,10 +216,35 @@ def _is_transparent(module: torch.nn.Module) -> bool:
     return isinstance(module, (*kept_input_only, torch.jit.ScriptModule)) or is_layer(module)
 
 
-def _in_pieces(pieces: Sequence[Piece], value: Any) -> Any:
-    for piece in pieces:
-        value = piece(value)
-    return value
+class _InPieces:
+    """Stands in the place of a sequence's `forward`: runs its pieces, as long as they are all of its members.
+
+    A call that has begun may have taken it up before it was replaced. A copy of the sequence has its own `forward`.
+
+    Args:
+        whole: the sequence.
+        pieces: of it.
+    """
+
+    def __init__(self, whole: torch.nn.Module, pieces: Sequence[Piece]) -> None:
+        self._whole, self._pieces = whole, pieces
+        self._members = [member for piece in pieces for member in piece]
+
+    def __call__(self, value: Any) -> Any:
+        stand_in, members = vars(self._whole).get("forward"), list(self._whole.children())
+        if stand_in is not self and isinstance(stand_in, _InPieces):
+            return stand_in(value)
+        if len(members) != len(self._members) or any(map(operator.is_not, members, self._members)):
+            return cast("Any", type(self._whole)).forward(self._whole, value)
+        for piece in self._pieces:
+            value = piece(value)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(MethodType(cast("Any", type(self._whole)).forward, self._whole), memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._whole, "forward")
 
 
 def _just_call(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,18 +22,18 @@ from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed
 from memfit.checkpointing.steering import Steering
-from memfit.checkpointing.windows import History, Meter, Updates
+from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
 from memfit.memory.uncounted import Uncounted
-from memfit.step.hooks import Awaited, Hook, WeakHook
+from memfit.step.hooks import Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
-from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.modules import has_lazy_parameters, module_hooks, uncompiled
+from memfit.torch_private.autograd import at_end_of_backward, in_backward
+from memfit.torch_private.modules import has_lazy_parameters, uncompiled
 from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_reached
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _NOT_SEEN = (
@@ -92,7 +91,7 @@ class Loop:
         self.model, self.contract, self.device, self._find = model, contract, device, find
         blocks, rest = find()
         self._rest = [name for name, _ in rest]
-        self.steering, self.history = Steering(device), History()
+        self.steering, self.history = Steering(device, self._enter), History()
         refuse_others(model)
         self._compiled = CompiledCalls(called, blocks)
         if host_budget_bytes:
@@ -109,7 +108,7 @@ class Loop:
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape = self.frozen = cast("Shape | None", None)
         self._predicted_bytes: int | None = None
-        self._awaited: weakref.WeakSet[Awaited] = weakref.WeakSet()  # backward passes that have yet to begin
+        self._awaited = Awaiting(self._backward_begins)
         # the first one makes the optimizer's state; DistributedDataParallel divides its buckets anew in the second step
         self._updates = Updates(model, 1 + has_ranks())
         self._lean_passes = 0
@@ -150,10 +149,43 @@ class Loop:
         """
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
+        self._awaited.is_in_call = True
         is_training = torch.is_grad_enabled() and self.model.training
         is_between = is_training or not torch.is_grad_enabled()
         if is_between and self._awaited and self._kind is not WindowKind.EVALUATION:
             return
+        self._begin((args, kwargs), is_training=is_training)
+
+    def _enter(self, given: Any) -> Callable[[Any], None] | None:
+        """Begin a window with the call of a block, where the loop calls a method or a part of the model.
+
+        Args:
+            given: all arguments of the call.
+
+        Returns:
+            What is called with the block's output; None in a call of the model.
+        """
+        is_off = self.is_paused or self.frozen is not None or bool(self._compiled)
+        if self._awaited.is_in_call or is_off or in_backward():
+            return None
+        if not torch.is_grad_enabled():
+            if self._meter.is_open and not self._awaited and self._kind is not WindowKind.EVALUATION:
+                self._begin(given, is_training=False)
+            return None
+        if not self.model.training:
+            return None
+        if self._awaited.is_spent or not self._meter.is_open or self._kind is WindowKind.EVALUATION:
+            self._begin(given, is_training=True)
+            self._awaited.enter()
+        return self._left if self._awaited.has_entered else None
+
+    def _left(self, output: Any) -> None:
+        present = self.steering.present
+        if present is not None and present.recorder is not None:
+            present.recorder.has_returned = True
+        self._awaited.expect(output, of_entry=True)
+
+    def _begin(self, given: Any, *, is_training: bool) -> None:
         self.end()
         if self._is_lazy:  # its first call makes the parameters: it runs as it is
             self._is_lazy = has_lazy_parameters(self.model)
@@ -161,7 +193,7 @@ class Loop:
                 return
         if self.installed.is_outdated:
             self._install_again()
-        self._numel = sum(tensor.numel() for tensor in tensors_in((args, kwargs)))
+        self._numel = sum(tensor.numel() for tensor in tensors_reached(given))
         self._meter.last_stream.follow()
         if self.device.type == "cuda" and self._judge.is_over(held_bytes(self.device) - self.other_bytes):
             empty_cache(self.device)
@@ -169,7 +201,7 @@ class Loop:
             self._kind, self._shape, self.steering.present = WindowKind.EVALUATION, None, None
         else:
             self._kind = self._updates.kind()
-            form = self._updates.form((args, kwargs))
+            form = self._updates.form(given)
             now_bytes = allocated_bytes(self.device) + self._meter.last_stream.lost_bytes
             now_bytes += self.bytes_to_come - self.other_bytes
             agreed = self._judge.agree(Agreed(numel=self._numel, kind=self._kind, now_bytes=now_bytes))
@@ -192,6 +224,7 @@ class Loop:
 
     def returned(self, _model: torch.nn.Module, _args: Any, output: Any) -> None:
         """Look for the beginning of the backward pass, which first reaches what the model has returned."""
+        self._awaited.is_in_call = False
         if not torch.is_grad_enabled() or self.frozen is not None or self.is_paused:
             return
         if self.steering.present is None:
@@ -201,23 +234,18 @@ class Loop:
             self.steering.present.recorder.has_returned = True
         self.steering.present.let_leave()
         self.steering.present.link = None  # or the last input would be held until the end of backward
-        awaited = Awaited(self._backward_begins)
-        for tensor in tensors_in(output):  # a loop may use any of them
-            if tensor.requires_grad:
-                self._awaited.add(awaited)
-                tensor.register_hook(awaited)
+        self._awaited.expect(output)
 
     def _watch_evaluation(self, output: Any) -> None:
         """Warn if a call in eval mode is trained on, which is not steered."""
-        grown = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+        grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
         if grown is not None and not self.model.training:
             grown.register_hook(lambda _: self.warnings.warn(_NOT_STEERED, "eval mode", most=1))
 
-    def _backward_begins(self, awaited: Awaited) -> None:
-        if awaited not in self._awaited:  # it came to another output before
-            return
-        self._awaited.discard(awaited)
+    def _backward_begins(self) -> None:
         present = self.steering.present
+        if present is not None:
+            present.link = None
         if present is not None and present.recorder is not None:
             at_end_of_backward(present.recorder.end_of_backward)
         elif present is not None:
@@ -230,7 +258,7 @@ class Loop:
         Raises:
             BudgetNotHeldError: the budget is firm, and the plan that takes the least took more.
         """
-        self._awaited.clear()
+        self._awaited.forget()
         if not self._meter.is_open:
             return
         present, self.steering.present = self.steering.present, None
@@ -260,7 +288,7 @@ class Loop:
 
     def discard(self) -> None:
         """End the window that is open, of a step that failed, and learn nothing from it."""
-        self._awaited.clear()
+        self._awaited.forget()
         present, self.steering.present = self.steering.present, None
         if self._meter.is_open:
             if present is not None and present.recorder is not None:
@@ -360,7 +388,7 @@ class Loop:
             self.installed.remove()
             if self.steering.host is not None:
                 self.steering.host.close()
-            self.steering.present = None
+            self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
 
     def _remove_hooks(self) -> None:
         self._remove(self._model_hooks)
@@ -370,10 +398,3 @@ class Loop:
         for hook in hooks:
             hook.remove()
         hooks.clear()
-
-
-def loops_of(model: torch.nn.Module) -> list[Loop]:
-    """Return the loops whose hooks are on a model."""
-    hooks = module_hooks(model)[0].values()
-    owners = [getattr(hook.call, "__self__", None) for hook in hooks if isinstance(hook, Hook)]
-    return [owner for owner in owners if isinstance(owner, Loop)]

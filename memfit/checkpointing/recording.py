@@ -20,7 +20,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
 from memfit.torch_private.sharding import local
-from memfit.torch_private.tensors import bytes_in, tensors_in
+from memfit.torch_private.tensors import bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
 
@@ -82,7 +82,7 @@ class LeanRecorder:
             is_compiled: whether it is compiled, or a module in it, so that its operators are not to be seen.
         """
         number = len(self.lean.calls)
-        given = tensors_in((args, kwargs))
+        given = tensors_reached((args, kwargs))
         call = CallSeen(block=block, given_bytes=bytes_in(given), is_kept=is_kept)
         self.lean.calls.append(call)
         self._alive.add(number)
@@ -108,7 +108,7 @@ class LeanRecorder:
             UnsupportedStepError: the block has a reentrant checkpoint inside.
         """
         mode.end_of_forward()
-        outputs = tensors_in(output)
+        outputs = tensors_reached(output)
         for tensor in outputs:
             storage = mode.of.get(key_of(tensor))
             if storage is not None:
@@ -132,7 +132,7 @@ class LeanRecorder:
             UnsupportedStepError: it is to be.
         """
         if not call.is_kept:
-            raise UnsupportedStepError(why)
+            raise UnsupportedStepError(f"{why}, or train in eager mode (memfit.eager, memfit run --door eager)")
         call.must_stay = why
 
     def note_groups(self, groups: Iterable[Any]) -> None:

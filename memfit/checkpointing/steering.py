@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
+from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
@@ -48,10 +49,12 @@ class Steering:
 
     Args:
         device: of the model.
+        enter: called with the arguments of each call of a block; begins a pass, and returns what is to be told of the
+            block's results, where the loop calls no model but a method or a part of it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, enter: Callable[[Any], Callable[[Any], None] | None]) -> None:
+        self.device, self._enter = device, enter
         self.host: Host | None = None
         self.present: Pass | None = None
         self.is_frozen = False
@@ -60,9 +63,19 @@ class Steering:
         """Run one call of a module as the present pass says."""
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
-        present, call = self.present, _Call(spot, forward, args, kwargs)
-        if present is None or not torch.is_grad_enabled() or in_transform():
+        call = _Call(spot, forward, args, kwargs)
+        if in_transform():
             return call.run()
+        returned = self._enter((args, kwargs)) if spot.is_block else None
+        if self.present is None or not torch.is_grad_enabled():
+            return call.run()
+        output = self._steered(self.present, call)
+        if returned is not None:
+            returned(output)
+        return output
+
+    def _steered(self, present: Pass, call: _Call) -> Any:
+        spot, args, kwargs = call.spot, call.args, call.kwargs
         if spot.is_block:
             present.let_leave()
         ruling = present.ruling(spot, (args, kwargs))
@@ -149,7 +162,8 @@ class Steering:
         else:
             output = self._checkpoint(lambda: (mode, Repeated(again)), call.forward, call.args, call.kwargs)
         spot.calls_compiled |= mode.calls_compiled
-        why = snapshot.end_of_forward(mode.read, mode.wrote)
+        scripts = scripts_in(spot.module)
+        why = calls_scripts(scripts) if scripts else snapshot.end_of_forward(mode.read, mode.wrote)
         if why:
             recorder.refuse(mode.call, f"block {spot.name!r} {why}")
         recorder.returned(mode, output)

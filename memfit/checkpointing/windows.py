@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +15,11 @@ from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.memory.contract import Usage, WindowKind
+from memfit.step.hooks import Awaited
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import record
 from memfit.torch_private.cuda import LastStream
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_reached
 
 _MOST_REMEMBERED = 1000
 
@@ -100,6 +103,69 @@ class History:
         self.most_bytes = max(self.most_bytes, window.taken_bytes)
 
 
+class Awaiting:
+    """The backward passes of a window that have yet to begin, as what was returned for them shows.
+
+    Args:
+        begins: called when one does.
+
+    Attributes:
+        is_in_call: whether a call of the model runs.
+    """
+
+    def __init__(self, begins: Callable[[], None]) -> None:
+        self._begins = begins
+        self._all: weakref.WeakSet[Awaited] = weakref.WeakSet()
+        self._entry: Awaited | None = None
+        self.is_in_call = False
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def expect(self, output: Any, *, of_entry: bool = False) -> None:
+        """Expect one from what a call has returned, of which a loop may use any part.
+
+        Args:
+            output: of the call.
+            of_entry: whether it is a block's, and the backward pass that of a window which a block's call has begun.
+        """
+        awaited = self._entry if of_entry else Awaited(self._begun)
+        for tensor in tensors_reached(output):
+            if tensor.requires_grad and awaited is not None:
+                if not of_entry:
+                    self._all.add(awaited)
+                tensor.register_hook(awaited)
+
+    def enter(self) -> None:
+        """Expect one of a window that a block's call begins, and not the model's."""
+        self._entry = Awaited(self._begun)
+        self._all.add(self._entry)
+
+    @property
+    def has_entered(self) -> bool:
+        """Whether a block's call has begun the window."""
+        return self._entry is not None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether a block's call has begun the window, and its backward pass has begun, or is not expected any more."""
+        return self._entry is not None and self._entry not in self._all
+
+    def clear(self) -> None:
+        """Expect none any more."""
+        self._all.clear()
+
+    def forget(self) -> None:
+        """Begin with another window."""
+        self.clear()
+        self._entry = None
+
+    def _begun(self, awaited: Awaited) -> None:
+        if awaited in self._all:  # or it came to another output before
+            self._all.discard(awaited)
+            self._begins()
+
+
 class Updates:
     """The updates by optimizers, and what they say of the windows between them.
 
@@ -134,7 +200,7 @@ class Updates:
         Args:
             given: all arguments of the call.
         """
-        needs = [tensor.requires_grad for tensor in (*tensors_in(given), *self._parameters)]
+        needs = [tensor.requires_grad for tensor in (*tensors_reached(given), *self._parameters)]
         return hash(tuple(needs))
 
     def count(self) -> None:

@@ -16,7 +16,7 @@ import typer
 
 from memfit.chunked_loss import HELP
 from memfit.commands.verbosity import Quiet, Verbose, Verbosity
-from memfit.errors import BudgetNotHeldError, InvalidFileError, InvalidOptionError, MemfitError
+from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
 from memfit.memory.contract import read_firm
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
 from memfit.system.lines import lines_on_stderr, say
@@ -193,8 +193,7 @@ def _run(words: Sequence[str]) -> int:
         made = app(list(words), prog_name="memfit run", standalone_mode=False)
         return made.start() if isinstance(made, Run) else 0
     except MemfitError as error:
-        is_other = isinstance(error, BudgetNotHeldError) and "eager" not in words
-        say(f"error: {error}{', or run it with --door eager, which needs no blocks' if is_other else ''}")
+        say(f"error: {error}")
         return error.exit_status
     except typer.TyperException as error:
         say(f"error: {error.format_message()} (see `memfit run --help`)")

@@ -10,8 +10,7 @@ from typing import Any, Unpack
 import torch
 
 from memfit.capture.step_check import is_over_ranks
-from memfit.checkpointing.handle import Checkpointed
-from memfit.checkpointing.loop import loops_of
+from memfit.checkpointing.handle import Checkpointed, loops_of
 from memfit.doors.checkpoint import checkpoint
 from memfit.dynamo.model import compile_in_place, release
 from memfit.errors import UnsupportedStepError

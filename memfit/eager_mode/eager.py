@@ -35,7 +35,7 @@ from memfit.system.recorder import Usage, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.sharding import is_sharded, modules_that_gather, parameters_that_are_gathered
-from memfit.torch_private.tensors import tensors_in
+from memfit.torch_private.tensors import tensors_reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +290,7 @@ def eager(
 
 
 def _keep_results(contents: Contents, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-    contents.keep(tensors_in(output))
+    contents.keep(tensors_reached(output))
 
 
 def _refuse_divided(model: torch.nn.Module) -> None:

@@ -10,8 +10,9 @@ from memfit.eager_mode.sources import Source
 from memfit.memory.place import Place, bytes_of
 from memfit.torch_private.autograd import no_modes
 
-_COLUMNS = 512  # of a checksum's tables; fewer words, of 8 bytes, are kept as they are
-TABLE_WORDS = 1 << 17  # of one, at most
+_FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
+BOX_WORDS = 1 << 18  # of a checksum, at most
+_SUMS_AT_ONCE = {"cpu": 3, "cuda": 3 << 10}  # of up to 64 words: the mode's reserve has room for them, and a GPU waits
 
 
 class Kept:
@@ -98,9 +99,15 @@ def checksum(storage: torch.UntypedStorage) -> list[int]:
     with no_modes(), torch.no_grad():
         whole = bytes_of(storage)
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
-        found = whole[words.numel() * 8 :].tolist()
-        while words.numel() >= _COLUMNS:
-            table = words[: min(words.numel(), TABLE_WORDS) // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-            found += [hash(sums.cpu().numpy().tobytes()) for sums in (table.sum(0), table.sum(1))]
-            words = words[table.numel() :]
-        return found + words.tolist()
+        tail = whole[words.numel() * 8 :].tolist()
+        found, sums = list[int](), list[torch.Tensor]()
+        while words.numel() >= _FEW_WORDS:
+            side = max(8, round(min(words.numel(), BOX_WORDS) ** (1 / 3)) // 8 * 8)
+            height = min(words.numel() // side**2, side)
+            box = words[: height * side**2].view(height, side, side)
+            sums += [box.sum(others) for others in ((1, 2), (0, 2), (0, 1))]
+            words = words[box.numel() :]
+            if len(sums) >= _SUMS_AT_ONCE[storage.device.type] or words.numel() < _FEW_WORDS:
+                found.append(hash(tuple(torch.cat(sums).tolist())))
+                sums.clear()
+        return found + words.tolist() + tail

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.blocks import Piece, find_blocks
-from memfit.checkpointing.handle import Checkpointed
-from memfit.checkpointing.loop import Loop, loops_of
+from memfit.checkpointing.handle import Checkpointed, loops_of
+from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.windows import History
 from memfit.cost.calibration import card_of

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch._dispatch.python import no_python_dispatcher
 from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
@@ -25,6 +27,8 @@ from memfit.torch_private.patching import replaced
 BatchNormBase = _BatchNorm
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 _ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format])
+_NO_RECORDS = (torch.nn.Module, torch.optim.Optimizer, type, FunctionType, MethodType, ModuleType, np.ndarray)
+_OBJECTS_DEEP, _MOST_OBJECTS = 4, 1000
 SHORTENS = (torch.ops.aten._pack_padded_sequence,)  # leave out parts of what they are given, as values say, untagged
 _VIEWS_OF_SHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 WITHOUT_BASE = torch.ops.aten._unsafe_view.default  # a view that autograd takes for no view
@@ -131,9 +135,44 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
                 found.append(leaf)
 
 
+def tensors_reached(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a model is given or returns: as `tensors_in`, and those that objects in it hold.
+
+    Such objects are graphs, records of a data class, containers of one's own and distributions; modules, functions and
+    iterators are not looked into, nor anything deeper than a few objects.
+    """
+    found, seen, level = list[torch.Tensor](), set[int](), [tree]
+    inside: list[Any] = []
+
+    def look(leaf: Any) -> Any:
+        if type(leaf) in INGREDIENTS or isinstance(leaf, torch.Tensor):
+            found.extend(tensors_in(leaf))
+        elif type(leaf) not in _ATOMS and not isinstance(leaf, _NO_RECORDS) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            inside.append(leaf)
+        return leaf
+
+    for _ in range(_OBJECTS_DEEP):
+        if not level:
+            break
+        tree_map(look, level)
+        level = [contents for each in inside[:_MOST_OBJECTS] if (contents := _contents_of(each))]
+        inside.clear()
+    return found
+
+
+def _contents_of(value: Any) -> list[Any]:
+    """Return what an object holds: the entries of a container, attributes, and slots."""
+    entries = list(value.values()) if isinstance(value, dict) else []
+    if isinstance(value, (list, tuple, set, frozenset)):
+        entries = list(value)
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*entries, *getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
 def bytes_in(tree: Any) -> int:
-    """Return the bytes of the elements of all tensors in nested tuples, lists and dicts."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
+    """Return the bytes of the elements of all tensors in what a model is given or returns."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_reached(tree))
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
