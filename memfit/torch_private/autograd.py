@@ -158,8 +158,8 @@ class UnwrappedMode(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
         self._regions.__exit__()
+        super().__exit__(*raised)
 
     def compiled_code_begins(self) -> None:
         """Take note that compiled code is entered, whose operators are not seen."""

@@ -43,6 +43,7 @@ def _patch(patches: ExitStack) -> None:
     if module is None or not hasattr(module, "set_skip_guard_eval_unsafe"):  # nothing is compiled
         return
     asks, sets = module._is_skip_guard_eval_unsafe_stance, module.set_skip_guard_eval_unsafe
+    resumes = module._maybe_set_eval_frame
 
     def asked() -> bool:  # which a region asks where it begins, and nowhere else
         _thread.begins = True
@@ -56,12 +57,16 @@ def _patch(patches: ExitStack) -> None:
                 _thread.ends.append(_thread.watchers[-1]())
         elif _thread.depth:
             _thread.depth -= 1
-            if not _thread.depth and _thread.ends:
-                _thread.ends.pop()()
         return sets(value)
+
+    def resumed(callback: Any) -> None:  # the last that a region does, when it has put back what it changed
+        resumes(callback)
+        if not _thread.depth and _thread.ends:
+            _thread.ends.pop()()
 
     patches.enter_context(replaced(module, "_is_skip_guard_eval_unsafe_stance", asked))
     patches.enter_context(replaced(module, "set_skip_guard_eval_unsafe", set_here))
+    patches.enter_context(replaced(module, "_maybe_set_eval_frame", resumed))
 
 
 _inside = Inside(_patch)
@@ -86,6 +91,8 @@ class CompiledRegions:
 
     def __exit__(self, *_error: object) -> None:
         _thread.watchers.pop()
+        for end in _thread.ends:  # of a region that ended in an error of torch's own
+            end()
         _thread.depth, _thread.ends = self._outer
         _inside.__exit__()
 
