@@ -8,7 +8,7 @@ experts, GPT-2 over sentences of all lengths, and a recursive network over rando
 bare, in eager mode, with checkpoints placed by hand, and in a plain DTR, in turns of a few steps; the budget is 60% of
 what the longest, deepest step takes bare, residents included, and for eager mode once more what checkpoints take.
 
-    python benchmarks/eager_mode.py              # all that is not stored yet, stored as it comes: 20 minutes
+    python benchmarks/eager_mode.py              # all that is not stored yet, stored as it comes: 10 minutes
     python benchmarks/eager_mode.py lstm trees   # some
     python benchmarks/eager_mode.py --again      # all of it
     python benchmarks/eager_mode.py --steps 20   # shorter loops, nothing stored
