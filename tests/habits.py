@@ -823,6 +823,65 @@ def gan() -> Habit:
     return habit(own=steps_of_gan, beside=(critic, torch.optim.RMSprop(critic.parameters(), 1e-4)))
 
 
+class Methods(Net):
+    """Called by methods and parts."""
+
+    def loss_of(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.forward(inputs), labels)
+
+
+def by_method(own: Habit, call: Any, number: int) -> Tensor:
+    """Train by a method of the model, and by its parts, in turn."""
+    inputs, labels = own.batch(number)
+    loss = (
+        call.loss_of(inputs, labels)
+        if number % 2
+        else functional.cross_entropy(call.head(call.features(inputs)), labels)
+    )
+    loss.backward()
+    own.optimizer.step()
+    own.optimizer.zero_grad()
+    return loss.detach()
+
+
+class Normalized(Net):
+    """Normalizes a weight in its forward pass, by `.data`."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.data = functional.normalize(self.head.weight.data, dim=1)
+        return functional.linear(self.features(inputs), functional.normalize(self.head.weight, dim=1))
+
+
+class Records(Net):
+    """Blocks change a record that goes through them."""
+
+    def features(self, inputs: Tensor) -> Tensor:
+        record = SimpleNamespace(hidden=self.stem(inputs))
+        for block in self.blocks:
+            record = block(record)
+        return record.hidden
+
+
+class Changing(Mlp):
+    """Writes its result where its input was."""
+
+    def forward(self, inputs: Any) -> Any:
+        inputs.hidden = super().forward(inputs.hidden)
+        return inputs
+
+
+def in_sequence() -> Habit:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    return habit(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)), before=replace_layer)
+
+
+def replace_layer(own: Habit, number: int) -> None:
+    if number == 3:
+        own.model[2] = nn.Linear(WIDTH, WIDTH)  # pyright: ignore
+        own.optimizer.add_param_group({"params": list(own.model[2].parameters())})  # pyright: ignore
+
+
 HABITS: dict[str, Callable[[], Habit]] = {
     "sharpness-aware": lambda: habit(own=sam),
     "lookahead": lambda: (lambda net: habit(net, optimizer=Lookahead(adamw(net))))(Net()),
@@ -868,4 +927,8 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "gradients centered by hooks": hooked_parameters,
     "doubles": in_doubles,
     "two networks in turn": gan,
+    "methods and parts": lambda: habit(Methods(), own=by_method),
+    "weights normalized by .data": lambda: habit(Normalized()),
+    "a record through the blocks": lambda: habit(Records(Changing)),
+    "a layer of a sequence replaced": in_sequence,
 }
