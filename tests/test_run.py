@@ -257,22 +257,22 @@ def test_teachers_evaluations_and_losses_are_not_held(running: Running) -> None:
 
 def test_an_evaluation_before_training_that_takes_more_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = _Model()
-    running = Running(budget="1MiB")
+    running = Running(budget="64MiB")
     running.begin()
     try:
         with torch.no_grad():
             model(torch.randn(2, 16))
             assert not caplog.records
-            model(torch.randn(1 << 15, 16))
+            model(torch.randn(1 << 20, 16))
             with pytest.raises(RuntimeError, match="shapes"):
                 model(torch.randn(1 << 15, 15))  # it ends as it would
             with torch.inference_mode():
-                model(torch.randn(1 << 15, 16))
+                model(torch.randn(1 << 20, 16))
     finally:
         assert running.end() == []
     (said,) = (record.getMessage() for record in caplog.records)
     assert "_Model: a call without gradients took" in said
-    assert "the budget of 1 MiB" in said
+    assert "the budget of 64 MiB" in said
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
