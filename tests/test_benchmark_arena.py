@@ -53,7 +53,10 @@ def test_tables_of_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         _record.store(path, {"results": results}, folder=tmp_path / "here")
     full, small, each = (tables.render(f"arena-{name}", "here") for name in ("captured", "measured", "requests"))
     assert full is not None and small is not None and each is not None
-    assert "| alexnet | training 32 | 1,234 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.367 | 13.0 | 12.0 | 12.0 | 0.25 |" in full
+    assert (
+        "| alexnet | training 32 | 1,234 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.367 | 13.0 | 12.0 | 12.0 | 0.92 | 0.25 |"
+        in full
+    )
     assert "| alexnet | training 8 | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 0.25 | 3 |" in small
     assert (
         "| seq2seq | training 16, a key for each pair of lengths | 30.0 | 10.0 | 11.0 | 1.1000 | 0.987 | 2.50 |"
