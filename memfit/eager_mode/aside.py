@@ -142,10 +142,8 @@ class Aside:
             with switched_off(self._mode), nullcontext() if was_off else record(_CPU) as usage:
                 yield
         except torch.OutOfMemoryError:
-            refusal, contents.refusal = contents.refusal, None
-            if refusal is None:
-                raise
-            raise refusal from None
+            raise_refusal(contents)
+            raise
         finally:
             self.is_off = was_off
             contents.after_unseen()
@@ -178,3 +176,10 @@ class Aside:
                 return step(*args, **kwargs)
 
         return stepped
+
+
+def raise_refusal(contents: Contents) -> None:
+    """Raise the error in whose place the allocator has told torch that no memory is left, if there is one."""
+    refusal, contents.refusal = contents.refusal, None
+    if refusal is not None:
+        raise refusal from None

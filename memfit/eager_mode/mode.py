@@ -16,7 +16,7 @@ import torch
 from memfit.capture.functionalize import as_cast
 from memfit.capture.generators import STATE_BYTES
 from memfit.eager_mode.again import generator_states
-from memfit.eager_mode.aside import Aside
+from memfit.eager_mode.aside import Aside, raise_refusal
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Need, Needs
 from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
@@ -142,10 +142,8 @@ class BudgetMode(UnwrappedMode):
         try:
             return self._called(operator, args, kwargs)
         except torch.OutOfMemoryError:
-            refusal, contents.refusal = contents.refusal, None
-            if refusal is None:
-                raise
-            raise refusal from None
+            raise_refusal(contents)
+            raise
         finally:
             contents.running = outer
 
