@@ -379,7 +379,7 @@ optimizer.step(closure)
     ("compile_line", "words"),
     [
         ("model.compile", ""),
-        ("model[1].forward = torch.compiler.disable(model[1].forward); model.compile", "no graph had reached it"),
+        ("model[1].forward = torch.compiler.disable(model[1].forward); model.compile", "no graph has reached it"),
         (
             "import os; os.environ['TORCH_COMPILE_DISABLE'] = '1'; torch._dynamo.config.disable = True; model.compile",
             "no",
@@ -391,6 +391,25 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (not words), done.stderr
     assert words in done.stderr
+
+
+def test_each_model_that_is_compiled_is_checked_at_the_next_update() -> None:
+    from memfit.dynamo.lookup import memfit_backend
+
+    def train(call: Any, model: nn.Module) -> None:
+        call(torch.randn(3, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    models = [nn.Linear(4, 2) for _ in range(3)]
+    options: Any = {"budget": "1MiB", "reserve": 0, "planner": "none"}
+    compiled = [torch.compile(model, backend=memfit_backend, options=options) for model in models[:2]]
+    train(compiled[0], models[0])
+    train(compiled[1].forward, models[1])
+    train(torch.compile(models[2], backend=memfit_backend, options=options), models[2])
+    late = torch.compile(models[2], backend=memfit_backend, options=options)
+    with pytest.raises(UnsupportedStepError, match="the loop calls a method or a part"):
+        train(late._orig_mod, models[2])
+    train(late, models[2])
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -639,9 +639,12 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
     with config.patch({"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}):
         before = config.get_config_copy()
         mine, others = _counting_backend(), _counting_backend()
-        compile_soundly(mine[0])
+        asked: list[bool] = []
+        compile_soundly(mine[0], lambda: asked.append(True))
         assert set(find(*mine).values()) == {True}
+        assert len(asked) == 4
         assert set(find(*others).values()) == {False}
+        assert len(asked) == 4
         assert config.get_config_copy() == before
 
 

@@ -101,7 +101,7 @@ class PlannedGraph:
             beside it saves for backward.
 
     Attributes:
-        called: of the class: whether any graph was called in this process.
+        called: of the class: whether any graph was called since a model was last compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
         sharing: of the budget with other parts of a model; None if it is planned by itself.
         compiled: by what it depends on of its inputs.
