@@ -16,7 +16,7 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 
 CUDA_BUILD := $(BIN)/python benchmarks/cuda_build.py
 NOT_HERE := 3
-PARALLEL := -n $(WORKERS) --dist loadfile
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Budgets of memfit.checkpoint count all memory of the process: its tests run in processes without others.
 APART := --ignore-glob "*/test_checkpoint*.py"
 # Once, for all processes of the tests; they are found by a hash of their sources.

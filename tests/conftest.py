@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ settings.register_profile("memfit", deadline=None, suppress_health_check=[Health
 settings.load_profile("memfit")
 
 
+_FIRST = {"test_rank_loops.py"}  # few tests that take long: in the end other workers would wait for them
 _durations = Durations()
 _measured: dict[str, float] = {}  # in this process, or of all that ended
 
@@ -72,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = {item for item in slow if not _durations.is_of_fifth(item, fifth)}
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in _FIRST, -counts[item.path], item.path))
     on_device = [item for item in items if item.get_closest_marker("gpu")]
     if on_device and not _has_cuda():
         for item in on_device:
