@@ -36,6 +36,40 @@ def captured(stored: Stored) -> Table:
     return head, rows, note
 
 
+def growth(payload: dict[str, Any]) -> Table:
+    """Figure 2c and 2d: what sentences of varying length take of a GPU."""
+    names = {"exact": "pool of exact sizes", "pool": "torch's pool", "expandable": "expandable", "arena": "arena"}
+    head = ["batch", *(f"{name}, MiB after 1 and {payload['mini_batches']}" for name in names.values()), "arena / pool"]
+    head.append("arena / exact")
+    rows: list[list[str]] = []
+    for step, result in payload["results"].items():
+        after = result.get("after_bytes")
+        if after:
+            sizes = [f"{_mib(after[way][0])}, {_mib(after[way][-1])}" for way in names]
+            shares = [f"{after['arena'][-1] / after[way][-1]:.2f}" for way in ("pool", "exact")]
+            rows.append([step.removeprefix("training "), *sizes, *shares])
+    note = "Predicted by the model of torch's allocator: steps captured at full size, nothing allocated; parameters, "
+    note += "gradients and Adam's state included. A pool of exact sizes gives a block to requests of its own size only."
+    return head, rows, note
+
+
+def widest(payload: dict[str, Any]) -> Table:
+    """Section 5.2: the largest batches that fit the paper's GPU."""
+    named = {name.removeprefix("widest "): each for name, each in payload["results"].items() if "batches" in each}
+    head = ["network", "pool", "expandable segments", "arena", "arena / pool"]
+    rows = [
+        [
+            name,
+            *(str(each["batches"][way]) for way in _WAYS),
+            f"{each['batches']['arena'] / each['batches']['pool']:.2f}",
+        ]
+        for name, each in named.items()
+    ]
+    note = "The largest batch whose training step takes at most 16 GiB, predicted by the model of torch's allocator; "
+    note += "kernels take no workspaces in it."
+    return head, rows, note
+
+
 def measured(stored: Stored) -> Table:
     """Figures 2, 3 and 4, measured at sizes that the machine holds."""
     head = ["model", "step", "every block apart, MiB", "peak of live bytes, MiB", "arena, MiB", "arena / peak"]
@@ -81,6 +115,10 @@ def _results(stored: Stored) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def _mib(count: int) -> str:
     return f"{count / MIB:.1f}"
+
+
+_WAYS = ("pool", "expandable", "arena")
+ARENA_RESULT_TABLES = {"arena-growth": ("arena_growth", growth), "arena-widest": ("arena_growth", widest)}
 
 
 ARENA_TABLES = {

@@ -335,13 +335,43 @@ def solver_times(models: Sequence[str], most_seconds: float) -> Measure:
     return measure
 
 
+def growth_over_mini_batches(results: Results) -> Found:
+    """Figure 2c: what a process takes after mini-batches of sentences; it holds if the pool grows and the arena not."""
+    steps = {name: each["after_bytes"] for name, each in _growth(results).items() if "after_bytes" in each}
+    grown = [each["pool"][-1] / each["pool"][0] - 1 for each in steps.values()]
+    less = [each["arena"][-1] / each["pool"][-1] - 1 for each in steps.values()]
+    stays = all(each["arena"][-1] == each["arena"][0] for each in steps.values())
+    text = f"the pool grows by {_range(grown, '.0%')}, the arena {'by nothing' if stays else 'too'}, "
+    return Found(text=f"{text}which takes {_range(less, '+.0%')} then", holds=stays and min(grown) > 0 > max(less))
+
+
+def generation(results: Results) -> Found:
+    """Figure 2d: what the arena takes less of a GPU where sentences are generated."""
+    taken = _growth(results)["inference"]
+    share = taken["arena"] / taken["pool"] - 1
+    return Found(text=f"{share:+.1%} memory against torch's pool", holds=share < 0)
+
+
 def inference_is_dearer(results: Results) -> Found:
-    """Figure 4b: whether the solver takes longer for inference of seq2seq than for its training."""
-    steps = results("arena_captured")["seq2seq"]["results"]
-    training = [each["blocks"] for name, each in steps.items() if name.startswith("training")]
+    """Figure 4b: whether there are more blocks to place where sentences are generated than in training."""
+    steps = _growth(results)
+    training = [count for each in steps.values() if "after_bytes" in each for count in each["blocks"]]
     blocks = steps["inference"]["blocks"]
     text = f"{blocks:,} blocks in inference, {_range(training, ',')} in training"
     return Found(text=text, holds=blocks > max(training))
+
+
+def wider_batches(results: Results) -> Found:
+    """Section 5.2: the largest batches that fit 16 GiB, with the arena and with the pool."""
+    found = {name: each["batches"] for name, each in _growth(results).items() if "batches" in each}
+    text = ", ".join(
+        f"{name.removeprefix('widest ')} {each['arena']} for {each['pool']}" for name, each in found.items()
+    )
+    return Found(text=text, holds=all(each["arena"] > each["pool"] for each in found.values()))
+
+
+def _growth(results: Results) -> dict[str, Payload]:
+    return _one(results, "arena_growth")["results"]
 
 
 # The deep Q-network

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from _ablation_tables import ABLATION_TABLES
-from _arena_tables import ARENA_NAMES, ARENA_TABLES
+from _arena_tables import ARENA_NAMES, ARENA_RESULT_TABLES, ARENA_TABLES
 from _baseline_tables import BASELINE_RESULT_TABLES, BASELINE_TABLES
 from _cells import memory, overhead, ratio, yes
 from _claim_tables import EVIDENCE, claim_by_claim
@@ -169,7 +169,7 @@ ONE_RESULT_TABLES = PAPER_TABLES | SCALE_TABLES | ABLATION_TABLES | TESTED_TABLE
 ONE_RESULT_TABLES |= BASELINE_RESULT_TABLES
 SET_TABLES = ARENA_TABLES | TESTED_SET_TABLES | OFFLOADING_SET_TABLES | CUDA_SET_TABLES | SCALE_SET_TABLES
 SET_TABLES |= DOOR_SET_TABLES
-ONE_RESULT_TABLES |= DOOR_TABLES
+ONE_RESULT_TABLES |= DOOR_TABLES | ARENA_RESULT_TABLES
 TABLES: dict[str, tuple[str, Callable[[Stored], str]]] = {
     **{name: (script, _drawn_by(make)) for name, (script, make) in BASELINE_TABLES.items()},
     "sweep": ("sweep", sweep),

@@ -95,7 +95,8 @@ class CompileOptions(SearchOptions, total=False):
     reserve: Annotated[
         str | int | None,
         "bytes that are allocated later: the state that the optimizer's first step makes, if no optimizer is given. By "
-        "default Adam's sizes are assumed, and a warning says so; give 0 for an optimizer without state",
+        "default that of the optimizers in the process that have the parameters; for others Adam's sizes are assumed, "
+        "and a warning says so",
     ]
     kernels: Annotated[
         str, "`eager`: those that eager calls, to the bit; `inductor`: generated, as `torch.compile` does"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 
@@ -871,6 +872,26 @@ class Changing(Mlp):
         return inputs
 
 
+def make_states(own: Habit, number: int) -> None:
+    """Let PyTorch's checkpoints fill in a state before there is one: by an update at a rate of 0."""
+    if number == 0:
+        set_optimizer_state_dict(own.model, own.optimizer, get_optimizer_state_dict(own.model, own.optimizer))
+
+
+def resume(own: Habit, number: int) -> None:
+    """Load the state of model and optimizer from a file's contents, in the middle."""
+    if number == 2:
+        states = copy.deepcopy((own.model.state_dict(), own.optimizer.state_dict()))
+        own.model.load_state_dict(states[0])
+        own.optimizer.load_state_dict(states[1])
+
+
+def warmed(own: Habit, number: int) -> None:
+    """Warm the rate up, from 0 on."""
+    for group in own.optimizer.param_groups:
+        group["lr"] = 1e-3 * number / 2
+
+
 def in_sequence() -> Habit:
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     return habit(nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)), before=replace_layer)
@@ -931,4 +952,7 @@ HABITS: dict[str, Callable[[], Habit]] = {
     "weights normalized by .data": lambda: habit(Normalized()),
     "a record through the blocks": lambda: habit(Records(Changing)),
     "a layer of a sequence replaced": in_sequence,
+    "states made before the first step": lambda: habit(before=make_states),
+    "resumed in the middle": lambda: habit(before=resume),
+    "a rate that begins at 0": lambda: habit(before=warmed),
 }

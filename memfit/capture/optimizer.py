@@ -22,6 +22,7 @@ from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.memory.kept_on_host import is_kept_on_host, on_device
+from memfit.system.alive import alive_objects
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.compiled_regions import compiled_as_eager
 from memfit.torch_private.modules import bare_step
@@ -168,6 +169,22 @@ def innermost(optimizer: object) -> object:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+def alive_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the process; of one that is wrapped the innermost."""
+    found = [innermost(each) for each in alive_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return list({id(each): each for each in found if isinstance(each, torch.optim.Optimizer)}.values())
+
+
+def changes_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an update does: not without gradients, nor at a rate of 0, by which states are made.
+
+    Args:
+        optimizer: whose step begins.
+    """
+    is_moving = any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
+    return is_moving and any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
 
 
 def _is_around_another(optimizer: torch.optim.Optimizer) -> bool:

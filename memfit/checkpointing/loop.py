@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from memfit.capture.optimizer import changes_parameters
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
@@ -180,9 +181,8 @@ class Loop:
         return self._left if self._awaited.has_entered else None
 
     def _left(self, output: Any) -> None:
-        present = self.steering.present
-        if present is not None and present.recorder is not None:
-            present.recorder.has_returned = True
+        if (recorder := self.steering.recorder) is not None:
+            recorder.has_returned = True
         self._awaited.expect(output, of_entry=True)
 
     def _begin(self, given: Any, *, is_training: bool) -> None:
@@ -261,8 +261,7 @@ class Loop:
         self._awaited.forget()
         if not self._meter.is_open:
             return
-        present, self.steering.present = self.steering.present, None
-        recorder = present.recorder if present is not None else None
+        recorder, present, self.steering.present = self.steering.recorder, self.steering.present, None
         lean = recorder.end() if recorder is not None else None
         usage = self._meter.close(self._kind, self._uncounted_bytes, self.other_bytes)
         if recorder is not None and recorder.is_incomplete:
@@ -289,28 +288,27 @@ class Loop:
     def discard(self) -> None:
         """End the window that is open, of a step that failed, and learn nothing from it."""
         self._awaited.forget()
-        present, self.steering.present = self.steering.present, None
+        recorder, self.steering.present = self.steering.recorder, None
         if self._meter.is_open:
-            if present is not None and present.recorder is not None:
-                present.recorder.end()
+            if recorder is not None:
+                recorder.end()
             self._meter.close(self._kind, self._uncounted_bytes)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        recorder = self.steering.present.recorder if self.steering.present is not None else None
-        if recorder is not None:
+        if (recorder := self.steering.recorder) is not None:
             recorder.before_update()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.is_paused:
             return
-        recorder = self.steering.present.recorder if self.steering.present is not None else None
-        if recorder is not None:
+        if (recorder := self.steering.recorder) is not None:
             recorder.after_update()
         self._updates.count()
         if not self._updates.to_come and not self._awaited:
             return
         if not self._meter.is_open and not self.history.count:
-            self.warnings.warn(_NOT_SEEN, "not seen", most=1)
+            if changes_parameters(optimizer):
+                self.warnings.warn(_NOT_SEEN, "not seen", most=1)
             return
         if self._updates.are_of(optimizer):
             self._awaited.clear()  # of calls that are not trained on

@@ -59,6 +59,11 @@ class Steering:
         self.present: Pass | None = None
         self.is_frozen = False
 
+    @property
+    def recorder(self) -> LeanRecorder | None:
+        """What records the present pass, if it is lean."""
+        return self.present.recorder if self.present is not None else None
+
     def run(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of a module as the present pass says."""
         if torch.compiler.is_compiling():

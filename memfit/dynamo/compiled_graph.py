@@ -28,6 +28,7 @@ from memfit.dynamo.inputs import (
     refuse_other_autocast,
     refuse_retained_graph,
 )
+from memfit.dynamo.optimizers import state_to_come
 from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("memfit")
 _Made = TypeVar("_Made")
-_ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 _HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
@@ -359,13 +359,13 @@ class CompiledGraph:
         if self.graph.options.reserve_bytes is not None:
             return self.graph.options.reserve_bytes
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
-        reserved = _ADAM_STATES * sum(footprint(trained, self.device).values())
-        if reserved and not self.graph.has_warned:
+        reserved, assumed = state_to_come(trained, self.device)
+        if assumed and not self.graph.has_warned:
             self.graph.has_warned = True
             _log.warning(
                 "memfit: %s of the budget is set aside for the optimizer state of the first step, as Adam would take; "
                 'options={"reserve": 0} if your optimizer has none',
-                format_bytes(reserved),
+                format_bytes(assumed),
             )
         return reserved
 

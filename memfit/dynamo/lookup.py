@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memfit.capture.optimizer import changes_parameters
 from memfit.dynamo.backend import PlannedGraph, memfit_backend
 from memfit.dynamo.optimizers import before_update
 from memfit.errors import UnsupportedStepError
@@ -28,8 +29,10 @@ def _asked() -> None:
     _is_checked = PlannedGraph.called = False
 
 
-def _require_graph() -> None:
+def _require_graph(optimizer: torch.optim.Optimizer) -> None:
     global _is_checked
+    if not changes_parameters(optimizer):
+        return
     is_first, _is_checked = not _is_checked, True
     if is_first and not PlannedGraph.called:
         raise UnsupportedStepError(
@@ -41,8 +44,8 @@ def _require_graph() -> None:
         )
 
 
-def _before_step(_optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
-    return None if _is_checked else before_update(_require_graph, given, named)
+def _before_step(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
+    return None if _is_checked else before_update(lambda: _require_graph(optimizer), given, named)
 
 
 _is_checked = False

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from memfit.capture.optimizer import innermost, require_supported, update_cost, without_hooks
-from memfit.capture.training_step import parameters_of
+from memfit.capture.optimizer import (
+    alive_optimizers,
+    changes_parameters,
+    innermost,
+    require_supported,
+    update_cost,
+    without_hooks,
+)
 from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.memory.footprint import footprint
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.tensors import FakeTensorMode
+
+_ADAM_STATES = 2  # per parameter: exp_avg and exp_avg_sq
 
 
 class Optimizers:
@@ -61,36 +70,14 @@ class Optimizers:
 
     def bytes_to_come(self) -> int:
         """Return the bytes of the state that the optimizers have yet to make."""
-        total = 0
-        for optimizer in self.followed:
-            known: dict[Any, int] = {}
-            for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    if not parameter.requires_grad or optimizer.state.get(parameter):
-                        continue
-                    key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
-                    if key not in known:
-                        known[key] = self._state_bytes(optimizer, parameter, group)
-                    total += known[key]
-        return total
-
-    def _state_bytes(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]
-    ) -> int:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        cost = update_cost(without_hooks(optimizer), parameter, mode.from_tensor(parameter.detach()), group, mode)
-        return sum(
-            taken_bytes(made.untyped_storage().nbytes(), self._device)
-            for made in cost.state.values()
-            if made.device.type == self._device.type
-        )
+        return sum(sum(_bytes_to_come(optimizer, self._device).values()) for optimizer in self.followed)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
         return before_update(lambda: self._require_calls(optimizer), given, named)
 
     def _require_calls(self, optimizer: torch.optim.Optimizer) -> None:
         is_alone = self._ran() == self._ran_before[id(optimizer)]
-        if is_alone and not self.may_step_alone and _changes_parameters(optimizer):
+        if is_alone and not self.may_step_alone and changes_parameters(optimizer):
             raise UnsupportedStepError(
                 "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
                 "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
@@ -103,10 +90,42 @@ class Optimizers:
         self._updated()
 
 
-def _changes_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the next update does: not without gradients, nor at a rate of 0, by which states are made."""
-    is_moving = any(group.get("lr", 1.0) != 0 for group in optimizer.param_groups)
-    return is_moving and any(parameter.grad is not None for parameter in parameters_of(optimizer))
+def state_to_come(parameters: Sequence[torch.nn.Parameter], device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the state that optimizers have yet to make for parameters, and which of them are assumed.
+
+    Optimizers are found among the objects of the process. For a parameter that none has, two states of its size are
+    assumed, as Adam has.
+
+    Args:
+        parameters: that are trained.
+        device: of the state that counts.
+    """
+    found: dict[torch.nn.Parameter, int] = {}
+    for optimizer in alive_optimizers():
+        for parameter, size_bytes in _bytes_to_come(optimizer, device).items():
+            found[parameter] = found.get(parameter, 0) + size_bytes
+    assumed_bytes = _ADAM_STATES * sum(footprint([each for each in parameters if each not in found], device).values())
+    return assumed_bytes + sum(found.get(each, 0) for each in parameters), assumed_bytes
+
+
+def _bytes_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.nn.Parameter, int]:
+    """Return the bytes of the state that an optimizer has yet to make, by parameter that it trains."""
+    found: dict[torch.nn.Parameter, int] = {}
+    known: dict[Any, int] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.requires_grad or optimizer.state.get(parameter):
+                found[parameter] = 0
+                continue
+            key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
+            if key not in known:
+                mode = FakeTensorMode(allow_non_fake_inputs=True)
+                fake = mode.from_tensor(parameter.detach())
+                cost = update_cost(without_hooks(optimizer), parameter, fake, group, mode)
+                made = [each for each in cost.state.values() if each.device.type == device.type]
+                known[key] = sum(taken_bytes(each.untyped_storage().nbytes(), device) for each in made)
+            found[parameter] = known[key]
+    return found
 
 
 def before_update(

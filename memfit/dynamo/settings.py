@@ -31,7 +31,7 @@ class GraphSettings:
 
     Attributes:
         settings: with a budget in bytes.
-        reserve_bytes: bytes that something else will take later; None stands for the bytes of Adam's state.
+        reserve_bytes: bytes that something else will take later; None stands for the state that optimizers make.
         kernels: whose kernels run.
         backward_autocast: whether `backward` is called inside forward's autocast.
     """

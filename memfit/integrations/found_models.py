@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memfit.capture.optimizer import alive_optimizers, changes_parameters
 from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.blocks import Piece, find_blocks
 from memfit.checkpointing.handle import Checkpointed, loops_of
@@ -24,7 +25,6 @@ from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
-from memfit.system.alive import alive_objects
 from memfit.system.budget import on_card
 from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
@@ -211,7 +211,7 @@ class Running:
         if any(isinstance(block, Piece) and vars(block)["whole"][0] is module for _, block in blocks):
             return "it is one sequence of single layers"
         own = set(map(id, module.parameters()))
-        for optimizer in _optimizers():
+        for optimizer in alive_optimizers():
             updated = set(map(id, parameters_of(optimizer)))
             if own & updated and not updated <= own:
                 return "its optimizer updates other modules, too"
@@ -219,7 +219,7 @@ class Running:
 
     def _require_seen(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Refuse the first update of parameters that no call of a module was seen to use."""
-        if optimizer in self._updated:
+        if optimizer in self._updated or not changes_parameters(optimizer):
             return
         self._updated.add(optimizer)
         given = [each for each in parameters_of(optimizer) if each.grad is not None]
@@ -264,7 +264,3 @@ class Running:
         if refused:
             raise refused[0]
         return found
-
-
-def _optimizers() -> list[torch.optim.Optimizer]:
-    return [each for each in alive_objects() if issubclass(type(each), torch.optim.Optimizer)]
