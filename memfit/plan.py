@@ -151,7 +151,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     this budget, in any order of ops, and below zero only where the unplanned step waits for collectives;
     `overhead_in_order`, where a planner proved it, is one for the schedules that compute ops for the first time in the
     order that it searched, as the family of `memfit.planners.engine.cpsat.model` has it; `holding_ops` are the ids of
-    the ops that make the least budget what it is: by their own storages, or with what has to be there beside them.
+    the ops that determine the least budget: by their own storages, or with the storages that must be there beside them.
     """
 
     least_budget_found_bytes: Bytes | None

@@ -25,8 +25,8 @@ _TRIED = {_aten.prod: lambda tensor: tensor.prod(1), _aten.cumprod: lambda tenso
 _ADVICE = {_aten.prod: "torch.cumprod(x, dim).select(dim, -1) has the same value", _aten.cumprod: "use exp and log"}
 _ROWS, _COLUMNS = 64, 5
 
-# Where no gradient is wanted, eager computes the values alone: the third argument is False. A mode has the vectors
-# computed too, which gives other values. Beside each operator: where the vectors are among its results.
+# Where no gradient is needed, eager computes the values alone: the third argument is False. Under a mode the vectors
+# are computed too, which gives other values. Beside each operator: the places of the vectors among its results.
 _DECOMPOSITIONS = {_aten._linalg_svd: (0, 2), _aten._linalg_eigh: (1,)}
 
 

@@ -249,11 +249,11 @@ class CheckpointedStep(Step):
             self._loop.is_judging = True
 
     def report(self) -> Report:
-        """Return what steps took, and what is kept, as the handle of `memfit.checkpoint` does."""
+        """Return the bytes that steps took, and the rules in force, as the handle of `memfit.checkpoint` does."""
         return Checkpointed(self._loop).report()
 
     def explain(self) -> list[Explanation]:
-        """Return what takes the most, and what other budgets would change: see `memfit.checkpoint`."""
+        """Return the largest parts of the peak, and the price of other budgets: see `memfit.checkpoint`."""
         return Checkpointed(self._loop).explain()
 
     def policy(self) -> dict[str, dict[str, Any]]:

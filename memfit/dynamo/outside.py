@@ -86,7 +86,7 @@ class OutsideOfGraphs:
         self._seen.setdefault(graph, {})[departing_bytes] = outside
 
     def estimated(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
-        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
+        """Return the bytes outside at new sizes, in proportion to those at the nearest known sizes; None if unknown."""
         known = self._seen.get(graph)
         if not known:
             return None

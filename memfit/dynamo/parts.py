@@ -1,6 +1,6 @@
 """Parts: compiled blocks of a model whose other code runs in eager, or under FSDP2; they share one budget.
 
-The calls of a step are told apart by their order, so that equal blocks, which are one graph, may have different plans.
+The calls of a step are identified by their order, so that equal blocks, which are one graph, may have different plans.
 In the first steps each call keeps its inputs alone, and is recomputed. What the budget then leaves is given to
 calls from the last one on, whose backward passes are the first: to keep all, or half of it.
 """

@@ -19,9 +19,9 @@ from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
-"""Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
-memfit knows nothing; whose results differ in bytes without a meaning each time that they are made, or that fill
-gathered parameters with what these had before; and all others (PLAIN)."""
+"""Kinds of operators: those that move no data; that write to their arguments; whose results have sizes that depend on
+data; that memfit does not know; whose results contain arbitrary bytes that differ in each run, or that restore gathered
+parameters; and all others (PLAIN)."""
 
 _aten = torch.ops.aten
 _LIFTED = _aten.lift_fresh.default

@@ -175,9 +175,9 @@ class Sources:
         return found
 
     def hold_without(self, lost: set[Source]) -> None:
-        """Let what is there, and is made of contents that are lost, count as what cannot be recomputed.
+        """Mark contents on the device that are made of lost ones as not recomputable.
 
-        The calls that read it hold it.
+        The calls that read them hold them.
 
         Args:
             lost: contents that are about to be written over.
@@ -286,7 +286,7 @@ def seconds_to_make(source: Source) -> float:
 
 
 def needed_by(sources: Iterable[Source], there: Container[Source] = ()) -> set[Source]:
-    """Return contents with all that they are made of, what is there now included; what is on the host is not made.
+    """Return contents with all that they are made of, those on the device included; copies on the host need no sources.
 
     Args:
         sources: the contents.

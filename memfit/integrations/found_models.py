@@ -143,7 +143,7 @@ class Running:
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
 
     def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
-        """Return whether a call without gradients begins before anything was trained, of which a loop is told then."""
+        """Return whether a call without gradients begins before anything was trained."""
         if torch.is_grad_enabled() or self._is_evaluating or self._steered or self._eager is not None:
             return False
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_modes():

@@ -185,7 +185,7 @@ _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical"
 
 # Dynamo would take a model that is compiled too often to eager, and does not look whether hooks of modules were added
 # or removed, and functions given other code or defaults. Below DistributedDataParallel it would divide a model at its
-# buckets into graphs that know nothing of each other.
+# buckets into independent graphs.
 _GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain_unchanged": False}
 _SOUND = {
     "recompile_limit": sys.maxsize,
