@@ -73,14 +73,23 @@ class Operator:
         self._needs: dict[Hashable, Need] = {}
 
     def need(self, args: Any, kwargs: Any) -> Need | None:
-        """Return what a call takes, if there was one like it."""
+        """Return what a call takes, if there was one like it.
+
+        Args:
+            args, kwargs: of the call; shapes, dtypes and numbers count.
+        """
         try:
             return self._needs.get(key_of(args, kwargs))
         except (TypeError, RuntimeError):  # an argument that has no hash, or a tensor that has no shape
             return None
 
     def learn(self, args: Any, kwargs: Any, need: Need) -> None:
-        """Remember what a call took, for those that are like it."""
+        """Remember what a call took, for those that are like it.
+
+        Args:
+            args, kwargs: of the call.
+            need: bytes and seconds that were measured.
+        """
         if self.kind == DATA_DECIDES:
             return
         with suppress(TypeError, RuntimeError):
@@ -89,7 +98,11 @@ class Operator:
             del self._needs[next(iter(self._needs))]
 
     def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the dense tensors that a call writes to, those included that its schema hides."""
+        """Return the dense tensors that a call writes to, those included that its schema hides.
+
+        Args:
+            args, kwargs: of the call.
+        """
         function = self.function
         if self.kind == WRITES:
             found = mutated_tensors(function, args, kwargs)

@@ -162,12 +162,24 @@ class Sources:
         self._of[storage._cdata] = source
 
     def made(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
-        """Enter the contents of a new storage."""
+        """Enter the contents of a new storage.
+
+        Args:
+            storage: of a result.
+            call: that made it; None if it cannot be made again.
+            place: of the result among those of the call.
+        """
         found = self._of[storage._cdata] = Source(storage, call, place)
         return found
 
     def written(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
-        """Enter the contents of a storage after it was written to."""
+        """Enter the contents of a storage after it was written to.
+
+        Args:
+            storage: that was written to.
+            call: that wrote; None if it cannot be made again.
+            place: of the argument or result on that storage.
+        """
         before = self._of.get(storage._cdata)
         if before is not None and before.live is storage:
             before.storage = None
