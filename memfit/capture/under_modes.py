@@ -56,8 +56,8 @@ class UnderModes:
         wants_gradient = torch.is_grad_enabled() and args[0].requires_grad
         if func._overloadpacket in gradients_that_differ() and wants_gradient:
             raise NoGraphError(
-                f"{line}: PyTorch computes the gradient of torch.{func._overloadpacket.__name__} otherwise while a "
-                "step is recorded",
+                f"{line}: PyTorch computes the gradient of torch.{func._overloadpacket.__name__} differently while "
+                "a step is recorded",
                 _ADVICE[func._overloadpacket],
             )
         if func._overloadpacket in _DECOMPOSITIONS and not wants_gradient and args[2:] != (False,):
@@ -82,8 +82,8 @@ class UnderModes:
             }
             if read.isdisjoint(vectors):
                 raise NoGraphError(
-                    f"{line}: PyTorch computes singular values and eigenvalues of a tensor without gradient otherwise "
-                    "while a step is recorded (svdvals, eigvalsh, cond, matrix norms)",
+                    f"{line}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
+                    "differently while a step is recorded (svdvals, eigvalsh, cond, matrix norms)",
                     "compute them outside of the step and pass them in the batch, or of a tensor that requires a "
                     "gradient",
                 )

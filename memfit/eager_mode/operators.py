@@ -145,7 +145,7 @@ def require_as_bare(func: Any, args: Any) -> None:
     if found.decomposed:
         raise UnsupportedStepError(
             f"{calling_line()}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
-            "otherwise in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
+            "differently in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
         )
 
 

@@ -176,7 +176,9 @@ class Running:
         self._roots.add(module)
         self._known.update(module.modules())
         if any(loops_of(each) or own_call(each) is not None for each in module.modules()):
-            _log.warning("memfit: the script holds %s by memfit or compiles it by itself", type(module).__name__)
+            _log.warning(
+                "memfit: %s is left alone: the script itself uses memfit for it, or compiles it", type(module).__name__
+            )
             return
         why = self._why_eager(module) if self.door == AUTO and not self._steered else ""
         if why or self.door == EAGER:

@@ -54,8 +54,8 @@ def _name_questions(named: set[CodeType]) -> None:
     if asked:
         where = (f"{code.co_name} in {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" for code in asked)
         logging.getLogger("memfit").warning(
-            "memfit: code asks whether it is being compiled (%s): where it then computes otherwise, so do planned "
-            "steps; memfit.fit runs it as eager does",
+            "memfit: code asks whether it is being compiled (%s): where it then computes something else, so do "
+            "planned steps; memfit.fit runs it as eager does",
             ", ".join(where),
         )
 
