@@ -26,7 +26,7 @@ from memfit.eager_mode.call_times import MOST_OPEN
 from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.eager_mode.needs import Need, Needs
 from memfit.errors import HostMemoryError, InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.memory.host.room import Host, _Places
+from memfit.memory.host.room import Host, HostPlaces
 from memfit.memory.host.store import HostCopy
 from memfit.system.spill_file import BLOCK_BYTES
 
@@ -207,7 +207,7 @@ def test_places_do_not_overlap() -> None:
     class Slab:
         size_bytes = 64 * BLOCK_BYTES
 
-    places = _Places(Slab())  # type: ignore[arg-type]
+    places = HostPlaces(Slab())  # type: ignore[arg-type]
     generator, taken = np.random.default_rng(0), list[tuple[int, int]]()
     for _ in range(2000):
         size_bytes = int(generator.integers(1, 9)) * BLOCK_BYTES
