@@ -175,7 +175,12 @@ class RankError(MemfitError, RuntimeError):
 
 
 class NoPlanError(MemfitError, RuntimeError):
-    """No plan was found; carries the least budget that a plan was found for, and the proved least of any plan."""
+    """No plan was found.
+
+    Attributes:
+        least_budget_found_bytes: the least budget for which a plan was found; None if there was none.
+        least_budget_bound_bytes: no plan fits a smaller budget.
+    """
 
     def __init__(self, message: str, *, least_budget_found_bytes: int | None, least_budget_bound_bytes: int) -> None:
         super().__init__(message)

@@ -62,7 +62,16 @@ class Phase(enum.StrEnum):
 
 # The objects are msgspec Structs rather than dataclasses: as frozen, slotted and keyword-only, and strict to decode.
 class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes that live and die together; every view of them is the same storage."""
+    """Bytes that are allocated and freed together; every view of them is the same storage.
+
+    Attributes:
+        id: the index in the graph's storages.
+        name: for reports.
+        bytes: the size.
+        role: a label, such as `Role.ACTIVATION`; the two flags below are what counts.
+        resident: whether it is on the device from the start of the step, and stays there.
+        required_at_end: whether it must be on the device at the end, in its last version.
+    """
 
     id: Id
     name: str
@@ -75,10 +84,20 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Op(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One operation.
 
-    `reads`, `writes` and `mutates` are storage ids; a mutated storage is read as well, whether or not `reads` says so.
-    `workspace_bytes` are held while it runs; None means unknown (a capture with fake tensors). `random` names the
-    generator that it draws from, `group` the ranks that a collective runs between. `reuses` are pairs (read, written)
-    of equal bytes for in-place reuse: the kernel may write its result over its input.
+    Attributes:
+        id: the index in the graph's ops.
+        name: for reports.
+        phase: forward, backward or update.
+        reads, writes: ids of storages.
+        seconds: of one run.
+        target: the operator, such as `aten.addmm`.
+        module: the name of the module that calls it.
+        mutates: ids of storages that it changes in place; these are read as well, whether or not `reads` says so.
+        workspace_bytes: held while it runs; None if unknown (a capture with fake tensors).
+        recomputable: whether it may run more than once.
+        random: the generator that it draws from.
+        group: the ranks that a collective runs between.
+        reuses: pairs (read, written) of storages of equal bytes: the kernel may write its result over that input.
     """
 
     id: Id

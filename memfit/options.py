@@ -38,7 +38,7 @@ class SearchOptions(TypedDict, total=False):
     host_dir: Annotated[
         Path | str | None,
         "a directory on the disk that a CPU offloads to; by default the system's temporary one. The file has no name "
-        "there, and is gone with the process",
+        "there, and disappears with the process",
     ]
     budget_is: Annotated[
         str,
@@ -70,22 +70,23 @@ class FitOptions(FunctionOptions, total=False):
     arena: Annotated[
         bool | None,
         "serve the requests of each call from one block of memory, in which the plan gives each storage and each "
-        "workspace its address before the step runs; see `memfit.arena`. None does so on CUDA wherever it can be done. "
-        "Where it cannot, torch's allocator gets expandable segments, unless its settings say otherwise, and the plan "
-        "is made for what that takes; `step.memory` says which it is, and why. True is refused then",
+        "workspace its address before the step runs; see `memfit.arena`. None, the default, does so on CUDA where an "
+        "arena is possible. Where it is not, torch's allocator gets expandable segments, unless its settings say "
+        "otherwise, and the plan is made for the bytes that it then takes; `step.memory` says what serves the step, "
+        "and why. True is refused where an arena is not possible",
     ]
     carry_over: Annotated[
         bool,
-        "plan a batch of another size from the plans of the sizes that were there before, where one fits; False "
-        "searches a plan for each size. Only for planners that search",
+        "plan a batch of a new size from the plans of earlier sizes, where one fits; False searches a plan for each "
+        "size. Only for planners that search",
     ]
-    search_behind: Annotated[bool, "search such plans further on a thread while steps run, and run what is found"]
+    search_behind: Annotated[bool, "improve such plans on a thread while steps run, and run the better ones"]
     cuda_graph: Annotated[
         bool,
         "on a GPU, capture the step as a CUDA graph once its plan is proved, and replay it from then on: the host then "
-        "launches one graph in place of each kernel. Refused in one line where it cannot be done right (see 'CUDA "
-        "graphs' in the docs on the arena). Before the graph is used, two replays are compared with two planned steps, "
-        "bit by bit",
+        "launches one graph in place of each kernel. Refused in one line where a graph would not give the step's "
+        "results (see 'CUDA graphs' in the docs on the arena). Before the graph is used, two replays are compared with "
+        "two planned steps, bit by bit",
     ]
 
 
@@ -117,7 +118,7 @@ class ClusterOptions(TypedDict, total=False):
         "rank has all of it, as with DistributedDataParallel, unless the step's own code shards it",
     ]
     replicas: Annotated[
-        int, "divide the ranks into so many replicas of the model, each of which is sharded within itself (HSDP)"
+        int, "divide the ranks into this many replicas of the model, each of which is sharded within itself (HSDP)"
     ]
     link: Annotated[
         str | None,
@@ -131,7 +132,7 @@ class RanksOptions(ClusterOptions, total=False):
 
     ranks: Annotated[
         Sequence[int] | int | None,
-        "plan the step of one of so many ranks, which do not have to be there, and allocate nothing for it; several "
+        "plan the step of one of this many ranks, which need not exist, and allocate nothing for it; several "
         "numbers, such as 8,64, give a table. The batch is that of one rank",
     ]
 

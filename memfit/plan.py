@@ -45,9 +45,13 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A planner's report while it works: seconds so far, best overhead so far (None before the first plan).
+    """A planner's report while it works.
 
-    `bound_overhead` is the lower bound on the overhead of every plan that is proved so far.
+    Attributes:
+        elapsed_seconds: since it began.
+        best_overhead, best_peak_bytes: of the best plan so far; None before the first one.
+        bound_overhead: the proved lower bound on the overhead of every plan, so far.
+        message: what the planner adds.
     """
 
     elapsed_seconds: float
@@ -146,12 +150,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds that no plan can beat, and the least budget that a plan reached.
 
-    `least_budget_found_bytes` is the least budget this planner reached with a plan (None: it found none);
-    `least_budget_bound_bytes` is proved for every legal schedule; `overhead` is a proved lower bound on the overhead at
-    this budget, in any order of ops, and below zero only where the unplanned step waits for collectives;
-    `overhead_in_order`, where a planner proved it, is one for the schedules that compute ops for the first time in the
-    order that it searched, as the family of `memfit.planners.engine.cpsat.model` has it; `holding_ops` are the ids of
-    the ops that make the least budget what it is: by their own storages, or with what has to be there beside them.
+    Attributes:
+        least_budget_found_bytes: the least budget for which this planner found a plan; None if it found none.
+        least_budget_bound_bytes: no schedule fits a smaller budget.
+        overhead: no schedule within this budget has a smaller overhead, in any order of ops; below zero only where the
+            unplanned step waits for collectives.
+        overhead_in_order: the same for schedules that compute ops for the first time in the order that was searched
+            (the family of `memfit.planners.engine.cpsat.model`); None where no planner proved one.
+        holding_ops: ids of the ops that determine the least budget, by themselves or with what must be there beside.
     """
 
     least_budget_found_bytes: Bytes | None
@@ -175,8 +181,8 @@ MADE = "made"  # the attribute of a plan from the cache that `age_seconds` reads
 class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A checked schedule, its predictions, and what it was made for. Saved as JSON that carries its graph.
 
-    `memfit.planners` make plans; `Plan.load(path)` reads one back and replays it. `predicted` and `unplanned` are what
-    the simulator says of this schedule and of planner `none`'s; `versions` are of the packages that made the plan.
+    `memfit.planners` make plans; `Plan.load(path)` reads one back and replays it. `predicted` and `unplanned` are the
+    simulator's figures of this schedule and of planner `none`'s; `versions` are of the packages that made the plan.
     """
 
     graph: Graph

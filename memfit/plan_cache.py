@@ -37,7 +37,7 @@ from memfit.system.files import cache_folder
 from memfit.system.load import BUSY, Load
 from memfit.system.version import __version__
 
-_MOST_BYTES = 256 << 20  # of all plans, compressed; the least recently used ones are deleted
+MOST_BYTES = 256 << 20  # of all plans, compressed; the least recently used ones are deleted
 _SUFFIX = ".plan.json.gz"
 _KEY = "kept as"  # among the versions of a kept plan: the name of its file, which holds the key
 _BESIDE = "searched beside others"  # there, too: that a search by time had less of the processors than it could have
@@ -208,5 +208,5 @@ def _drop_oldest(folder: Path) -> None:
     taken_bytes = 0
     for place, (_, file_bytes, file) in enumerate(sorted(states, reverse=True)):
         taken_bytes += file_bytes
-        if place > 0 and taken_bytes > _MOST_BYTES:
+        if place > 0 and taken_bytes > MOST_BYTES:
             file.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ def search_text(progress: Progress) -> str:
     return ", ".join(filter(None, parts))
 
 
-class _TellsSearch:
+class TellsSearch:
     """The default listener of searches: it logs one report every ten seconds."""
 
     def __init__(self) -> None:
@@ -52,4 +52,4 @@ class _TellsSearch:
             _log.info("%s: %.0f s; %s", SEARCHING, progress.elapsed_seconds, search_text(progress))
 
 
-tell_search = _TellsSearch()
+tell_search = TellsSearch()

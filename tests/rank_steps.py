@@ -23,6 +23,7 @@ import memfit.step.proof as proof_module
 import memfit.step.verify as verify_module
 from memfit.plan import Plan
 from memfit.schedule import Compute
+from memfit.step.agreement import agreed_difference
 
 STEPS = 20
 SEARCH: dict[str, Any] = {"options": {"iterations": 6_000}, "time_limit_seconds": 60}  # on a busy machine the same
@@ -269,13 +270,13 @@ def agree(model: nn.Module) -> bool:
 
 def verification_fails_on_one(rank: int, _count: int) -> str:
     step = fitted(perceptron(), batches(rank)[0], budget="95%")
-    real, calls = verify_module._difference, []
+    calls: list[str | None] = []
 
-    def differing(*args: Any) -> str | None:
-        calls.append(args)
-        return "the loss (1 and 2)" if rank == 1 and len(calls) == 1 else real(*args)
+    def differing(across: Any, difference: str | None) -> str | None:
+        calls.append(difference)
+        return agreed_difference(across, "the loss (1 and 2)" if rank == 1 and len(calls) == 1 else difference)
 
-    with mock.patch.object(verify_module, "_difference", differing):
+    with mock.patch.object(verify_module, "agreed_difference", differing):
         return message(step.verify)
 
 

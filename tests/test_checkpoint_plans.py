@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.checkpointing import knapsack
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.choices import FULL, NONE, Choice, Prices, choices_of
 from memfit.checkpointing.groups import CHAINED, CHAINS, HALVED, course_of
@@ -65,12 +64,11 @@ def test_knapsack_is_exact_on_small_passes(data: st.DataObject) -> None:
         assert best == sum(options[index].seconds for options, index in zip(choices, found.chosen, strict=True))
 
 
-def test_a_thinned_search_keeps_within_and_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thinned_search_keeps_within_and_has_a_bound() -> None:
     choices = [[choice(0, 97.0 + n % 7), choice(101 + n, 40.0 + n % 5), choice(230 + 3 * n, 0.0)] for n in range(10)]
     moments = Moments(after=[1100] * 10, within=[1100] * 10)
     exact = solve(choices, moments)
-    monkeypatch.setattr(knapsack, "_MOST_STATES", 12)
-    thinned = solve(choices, moments)
+    thinned = solve(choices, moments, most_states=12)
     assert exact is not None and thinned is not None
     assert thinned.bound_seconds <= exact.seconds <= thinned.seconds
     held = sum(options[index].held_bytes for options, index in zip(choices, thinned.chosen, strict=True))

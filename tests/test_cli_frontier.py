@@ -12,7 +12,7 @@ from command_line import MOVES
 
 import memfit
 from memfit.cli import main
-from memfit.report.frontier_page import BatchPoint, FrontierRow, _winners
+from memfit.report.frontier_page import BatchPoint, FrontierRow, winners
 
 UNET = ("--set", "width=4", "--device-profile", "t4", "--largest", "64", *MOVES)
 
@@ -113,9 +113,9 @@ def test_the_page_names_the_winner_among_combinations() -> None:
         row(256, 2, {2: 20.0}),
         FrontierRow(options={}, largest_batch=0, points=[]),
     ]
-    assert _winners(rows) == (
+    assert winners(rows) == (
         "The most samples a second, 50.0, are those of width 128 at a batch of 4; "
         "the largest batch, 8, fits with width 128."
     )
-    assert _winners(rows[1:2]).endswith("at a batch of 2, the largest batch.")
-    assert _winners(rows[2:]) == "No plan was found for any combination."
+    assert winners(rows[1:2]).endswith("at a batch of 2, the largest batch.")
+    assert winners(rows[2:]) == "No plan was found for any combination."

@@ -332,12 +332,12 @@ def test_a_step_without_a_graph_runs_and_says_where(own_file: Path) -> None:
 INTERRUPTED = """
 import os, signal
 from memfit.step import measure
-timed, left = measure._timed, iter(range(5, -1, -1))
-def interrupted(*arguments):
+synchronize, left = measure.synchronize, iter(range(10, -1, -1))  # called twice a step
+def interrupted(device):
     if next(left) == 0:
         os.kill(os.getpid(), signal.SIGINT)
-    return timed(*arguments)
-measure._timed = interrupted
+    synchronize(device)
+measure.synchronize = interrupted
 """
 
 

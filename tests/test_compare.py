@@ -17,7 +17,7 @@ from memfit.plan import Bounds, Problem, Result, Status
 from memfit.planners import PLANNERS
 from memfit.planners.none import KeepEverything
 from memfit.planning import TradeOff
-from memfit.report.comparison import ComparedPoint, _winner
+from memfit.report.comparison import ComparedPoint, winner
 
 KEYS = {"planner", "budget_bytes", "status", "peak_bytes", "overhead", "plan_seconds"}
 SMALL = ("--set", "batch=4", "--set", "steps=6", "--set", "width=16")
@@ -214,8 +214,8 @@ def test_the_page_names_the_winner() -> None:
         point("sublinear", 1024, None, None), point("search", 1024, 1024, 0.5), point("none", 4096, 4096, 0.0),
         point("search", 4096, 4096, 0.0),
     ]  # fmt: skip
-    assert _winner(points) == (
+    assert winner(points) == (
         "search adds the least time at 2 of the 2 budgets that several reach. "
         "The least memory is that of search: 1 KiB, +50.0% time."
     )
-    assert _winner(points[2:3]) == "No plan was found."
+    assert winner(points[2:3]) == "No plan was found."

@@ -12,7 +12,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
-from memfit.capture import eager_draws
 from memfit.capture.trace import Trace
 from memfit.errors import CaptureError
 from memfit.graph import Phase, Role
@@ -124,12 +123,6 @@ def test_views_of_dropouts_result_keep_it(views: str, probability: float) -> Non
     inputs = torch.randn(16, 8, WIDTH)
     model = Dropped(VIEWS[views], probability)
     require_eagers_gradients(model, lambda each: each(inputs).square().mean(), budget="256MiB", planner="none")
-
-
-@pytest.mark.parametrize("views", ["residual", "chunks", "attention"])
-def test_what_is_put_in_a_calls_place_may_be_described_anew(views: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager_draws, "_stand_for", lambda _old, _new: None)
-    test_views_of_dropouts_result_keep_it(views, 0.1)
 
 
 def bert() -> Any:

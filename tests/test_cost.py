@@ -21,9 +21,9 @@ from memfit.binding import Binding, Call, Value
 from memfit.capture import capture, finish
 from memfit.capture.training_step import TrainingStep
 from memfit.commands.check import check
-from memfit.cost import environment as environments
-from memfit.cost.calibration import _Probe
-from memfit.cost.environment import environment, free_bytes
+from memfit.cost.calibration import Probe, calibrate
+from memfit.cost.environment import environment, free_system_bytes
+from memfit.cost.link import Amounts
 from memfit.cost.measurement import measure
 from memfit.cost.observations import Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
@@ -138,7 +138,7 @@ STEPS: dict[str, Callable[[], TrainingStep]] = {
 }
 
 
-@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.usefixtures("calibrated")
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_measuring_changes_seconds_and_workspaces_alone(step: Callable[[], TrainingStep]) -> None:
     captured = finish(capture(step()))
@@ -459,24 +459,28 @@ class Update:
 
 
 @pytest.fixture
-def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
-    monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 16)
-    monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
-    monkeypatch.setattr("memfit.cost.link._SUM_BYTES", 1 << 14)
+def calibrated() -> None:
+    """Have rates of the CPU, measured on so little data that they are not right."""
+    amounts = Amounts(
+        smallest_product=16,
+        largest_product=16,
+        copy_bytes=1 << 16,
+        disk_copy_bytes=1 << 16,
+        turn_seconds=0.0,
+        sum_bytes=1 << 14,
+    )
+    calibrate(CPU, amounts=amounts)
 
 
 def test_products_in_tf32_are_measured_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
-    monkeypatch.setattr(_Probe, "flops_per_second", lambda *_: float(settings.fp32_precision == "tf32"))
-    assert _Probe(device=torch.device("cuda"), clock=float).tf32_flops_per_second() == 1.0
+    monkeypatch.setattr(Probe, "flops_per_second", lambda *_: float(settings.fp32_precision == "tf32"))
+    assert Probe(device=torch.device("cuda"), clock=float).tf32_flops_per_second() == 1.0
     assert settings.fp32_precision == before != "tf32"
 
 
-@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.usefixtures("calibrated")
 def test_what_must_not_be_run_gets_a_roofline_and_keeps_its_workspace(caplog: pytest.LogCaptureFixture) -> None:
     step = Step()
     gradient, parameter = step.storage(1000), step.storage(1000, role=Role.PARAMETER)
@@ -490,7 +494,7 @@ def test_what_must_not_be_run_gets_a_roofline_and_keeps_its_workspace(caplog: py
     assert not caplog.records
 
 
-@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.usefixtures("calibrated")
 def test_an_op_that_refuses_made_up_inputs_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memfit"):
         op = measured(*one_op(aten.linalg_cholesky.default, 4, 4)).ops[0]
@@ -501,7 +505,7 @@ def test_an_op_that_refuses_made_up_inputs_is_said(caplog: pytest.LogCaptureFixt
     ]
 
 
-@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.usefixtures("calibrated")
 def test_an_op_without_room_on_the_device_is_not_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,7 +523,7 @@ def test_an_op_without_room_on_the_device_is_not_run(
     assert "its inputs and results take 800000 bytes, more than cpu has free" in caplog.text
 
 
-@pytest.mark.usefixtures("quick_calibration")
+@pytest.mark.usefixtures("calibrated")
 def test_fit_runs_no_op_that_the_device_has_no_room_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -536,20 +540,16 @@ def test_fit_runs_no_op_that_the_device_has_no_room_for(
     assert torch.isfinite(planned(batch))
 
 
-def test_free_bytes_of_a_cpu_are_those_of_the_system_or_of_its_cgroup(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
-    monkeypatch.setattr(environments, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(environments, "_CGROUP", tmp_path)
-    assert free_bytes(CPU) == 5000 * 1024
+def test_free_bytes_of_a_cpu_are_those_of_the_system_or_of_its_cgroup(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 5000 kB\n")
+    assert free_system_bytes(meminfo, tmp_path) == 5000 * 1024
     for name, text in (("max", "max"), ("current", "4000"), ("stat", "anon 3000\ninactive_file 1000\n")):
         (tmp_path / f"memory.{name}").write_text(text)
-    assert free_bytes(CPU) == 5000 * 1024
+    assert free_system_bytes(meminfo, tmp_path) == 5000 * 1024
     (tmp_path / "memory.max").write_text("10000")
-    assert free_bytes(CPU) == 10000 - (4000 - 1000)
-    monkeypatch.setattr(environments, "_MEMINFO", tmp_path / "missing")
-    assert free_bytes(CPU) is None
+    assert free_system_bytes(meminfo, tmp_path) == 10000 - (4000 - 1000)
+    assert free_system_bytes(tmp_path / "missing", tmp_path) is None
 
 
 def test_what_is_made_for_an_op_is_freed_at_once() -> None:

@@ -19,7 +19,7 @@ from memfit.errors import InvalidOptionError, UnsupportedStepError, Verification
 from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.simulate.reserved import DEFAULT
-from memfit.step.cuda_graph import MOST_CAPTURES, _require_on_device, require_capturable
+from memfit.step.cuda_graph import MOST_CAPTURES, require_capturable, require_on_device
 from memfit.step.planned_step import PlannedStep
 
 CAPTURED_IN = 4  # the first step makes the optimizer's state, two prove the plan, and the fourth is captured
@@ -117,11 +117,11 @@ def test_a_step_that_reads_on_the_host_is_refused_when_it_is_captured(graphs: li
     weights = torch.ones(4, device="meta")
     planned, _ = graphed_and_eager()
     program = planned._programs.first
-    _require_on_device(program, program.arguments(batch_of()))
+    require_on_device(program, program.arguments(batch_of()))
     with pytest.raises(UnsupportedStepError, match="lies on meta, and is read by the host"):
-        _require_on_device(program, [weights, *program.arguments(batch_of())[1:]])
+        require_on_device(program, [weights, *program.arguments(batch_of())[1:]])
     with pytest.raises(UnsupportedStepError, match=r"writes to .* of its batch"):
-        _require_on_device(replace(program, written_batch=(0,)), program.arguments(batch_of()))
+        require_on_device(replace(program, written_batch=(0,)), program.arguments(batch_of()))
     assert not graphs
 
 

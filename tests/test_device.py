@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -12,26 +13,25 @@ import torch
 from memfit.cost.calibration import calibrate, linked_device, local_device
 from memfit.cost.device_profiles import DEVICES, load_device
 from memfit.cost.environment import find_device
-from memfit.cost.link import LinkRates
+from memfit.cost.link import Amounts
 from memfit.device import Device
 from memfit.errors import HostMemoryError, InvalidDeviceError, InvalidFileError
+
+# Of so little data the rates are not right, but the way to them is the same.
+QUICK = Amounts(
+    smallest_product=16,
+    largest_product=64,
+    copy_bytes=1 << 16,
+    disk_copy_bytes=1 << 16,
+    turn_seconds=0.0,
+    sum_bytes=1 << 14,
+)
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calibrate on little data: the rates are then not right, but the way to them is the same."""
-    monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 16)
-    monkeypatch.setattr("memfit.cost.calibration._LARGEST_PRODUCT", 64)
-    monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._DISK_COPY_BYTES", 1 << 16)
-    monkeypatch.setattr("memfit.cost.link._TURN_SECONDS", 0.0)
-    monkeypatch.setattr("memfit.cost.link._SUM_BYTES", 1 << 14)
 
 
 def test_the_known_devices() -> None:
@@ -113,9 +113,8 @@ def test_without_calibration_sizes_are_known_and_rates_are_not() -> None:
     assert device.flops_per_second == {}
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_calibrated_device_is_kept(empty_cache: Path) -> None:
-    measured = calibrate("cpu")
+    measured = calibrate("cpu", amounts=QUICK)
     assert set(measured.flops_per_second) == {"float32", "bfloat16", "float16", "float64"}
     assert all(rate > 0 for rate in measured.flops_per_second.values())
     assert measured.memory_bytes_per_second is not None
@@ -136,41 +135,26 @@ def test_a_calibrated_device_is_kept(empty_cache: Path) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("quick", "empty_cache")
-def test_the_link_is_that_to_the_disk_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = LinkRates(
-        to_host_bytes_per_second=4.0,
-        to_device_bytes_per_second=3.0,
-        to_host_shared_bytes_per_second=2.0,
-        to_device_shared_bytes_per_second=1.0,
-        copy_latency_seconds=0.5,
-    )
-    measured: list[Path | None] = []
-    monkeypatch.setattr("memfit.cost.link._disk_rates", lambda directory: measured.append(directory) or rates)
-    device = calibrate("cpu", tmp_path)
-    assert measured == [tmp_path]
-    assert device.to_host_bytes_per_second == 4.0
+def test_the_link_is_that_to_the_disk_of_a_directory(tmp_path: Path) -> None:
+    device = calibrate("cpu", tmp_path, amounts=QUICK)
+    assert device.has_link
     assert str(tmp_path) in device.source
-    assert linked_device("cpu", 1, tmp_path).copy_latency_seconds == 0.5
-    assert measured == [tmp_path], "what was measured of a disk is kept"
+    assert linked_device("cpu", 1, tmp_path) == device, "what was measured of a disk is kept"
     with pytest.raises(HostMemoryError, match=r"host_dir '.*/missing' cannot be used: No such file"):
         calibrate("cpu", tmp_path / "missing")
 
 
-def test_rates_come_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.cost.calibration._SMALLEST_PRODUCT", 100)
-    monkeypatch.setattr("memfit.cost.calibration._COPY_BYTES", 1000)
-    monkeypatch.setattr("memfit.cost.calibration._LAUNCHES", 4)
+def test_rates_come_from_the_clock() -> None:
+    amounts = dataclasses.replace(QUICK, smallest_product=100, copy_bytes=1000, launches=4)
     now = iter(range(10_000))
-    device = calibrate("cpu", clock=lambda: float(next(now)))  # each run takes a second
+    device = calibrate("cpu", clock=lambda: float(next(now)), amounts=amounts)  # each run takes a second
     assert device.flops_per_second["float32"] == 2 * 100**3, "a long product is run twice, and no longer one"
     assert device.memory_bytes_per_second == 2 * 1000
     assert device.launch_seconds == 1 / 4
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_damaged_calibration_is_said(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calibrate("cpu")
+    calibrate("cpu", amounts=QUICK)
     (path,) = (empty_cache / "devices").iterdir()
     path.write_text("{")
     with caplog.at_level(logging.WARNING, "memfit"):
@@ -179,14 +163,13 @@ def test_a_damaged_calibration_is_said(empty_cache: Path, caplog: pytest.LogCapt
     assert "run `memfit calibrate` again" in caplog.text
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_calibration_that_cannot_be_kept_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, "memfit"):
-        assert calibrate("cpu").memory_bytes_per_second is not None
+        assert calibrate("cpu", amounts=QUICK).memory_bytes_per_second is not None
     assert len(caplog.records) == 2
     assert "rates of the link are not kept: " in caplog.text
     assert "calibrated rates are not kept: " in caplog.text

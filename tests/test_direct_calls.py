@@ -10,8 +10,7 @@ import torch
 
 import memfit
 from memfit.binding import Value
-from memfit.kernels import direct_calls
-from memfit.kernels.direct_calls import DirectCalls
+from memfit.kernels.direct_calls import DirectCalls, are_same_arguments
 from memfit.torch_private.tensors import bare_overload
 
 aten = torch.ops.aten
@@ -58,14 +57,15 @@ def test_a_call_that_no_function_was_seen_to_make_is_the_overloads(target: Any, 
 
 
 @pytest.mark.parametrize("other", [torch.add, torch.mm, torch.is_tensor, torch.Tensor.mul_, lambda a, b: a * b])
-def test_a_function_that_calls_something_else_is_not_used(other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_calls, "_INTERFACE", (SimpleNamespace(mul=other),))
-    assert DirectCalls().find(aten.mul.Tensor, (A, B), {}) == bare_overload(aten.mul.Tensor)
+def test_a_function_that_calls_something_else_is_not_used(other: Any) -> None:
+    assert DirectCalls([SimpleNamespace(mul=other)]).find(aten.mul.Tensor, (A, B), {}) == bare_overload(aten.mul.Tensor)
 
 
-def test_the_same_operator_with_other_arguments_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_calls, "_same", lambda _one, _other: False)
-    assert DirectCalls().find(aten.mul.Tensor, (A, B), {}) == bare_overload(aten.mul.Tensor)
+@pytest.mark.parametrize("start", [0, -1])
+def test_the_same_operator_with_other_arguments_is_not_used(start: int) -> None:
+    """`narrow` calls `slice` with the end in the place of the length, and with the start counted from the left."""
+    found = DirectCalls([SimpleNamespace(slice=torch.narrow)]).find(aten.slice.Tensor, (A, 0, start, 1), {})
+    assert found == (torch.narrow if start == 0 else bare_overload(aten.slice.Tensor))
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_same_operator_with_other_arguments_is_not_used(monkeypatch: pytest.
     ],
 )
 def test_arguments_are_compared_with_their_types(one: Any, other: Any, same: bool) -> None:
-    assert direct_calls._same(one, other) == same
+    assert are_same_arguments(one, other) == same
 
 
 def test_two_equal_tensors_are_two_arguments() -> None:
     one, other = torch.ones(2), torch.ones(2)
-    assert direct_calls._same([one], [one]) and not direct_calls._same([one], [other])
+    assert are_same_arguments([one], [one]) and not are_same_arguments([one], [other])
 
 
 def test_what_is_no_operator_is_called_itself() -> None:

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.cost.link import link_rates
-from memfit.eager_mode import call_times
+from memfit.eager_mode.call_times import MOST_OPEN
 from memfit.eager_mode.eager import bytes_of_tensors
 from memfit.eager_mode.needs import Need, Needs
 from memfit.errors import HostMemoryError, InvalidBudgetError, InvalidOptionError, OverBudgetError, UnsupportedStepError
-from memfit.memory.host.room import Host, _Places
+from memfit.memory.host.room import Host, HostPlaces
 from memfit.memory.host.store import HostCopy
 from memfit.system.spill_file import BLOCK_BYTES
 
@@ -207,7 +207,7 @@ def test_places_do_not_overlap() -> None:
     class Slab:
         size_bytes = 64 * BLOCK_BYTES
 
-    places = _Places(Slab())  # type: ignore[arg-type]
+    places = HostPlaces(Slab())  # type: ignore[arg-type]
     generator, taken = np.random.default_rng(0), list[tuple[int, int]]()
     for _ in range(2000):
         size_bytes = int(generator.integers(1, 9)) * BLOCK_BYTES
@@ -491,7 +491,6 @@ class GpuEvent:
 def test_one_call_of_a_kind_lies_between_events_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", GpuEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", "the current stream of {}".format)
-    monkeypatch.setattr(call_times, "_MOST_OPEN", 2)
     needs = Needs(torch.device("cuda", 1))
 
     def seconds(number: int) -> float:
@@ -505,9 +504,11 @@ def test_one_call_of_a_kind_lies_between_events_on_a_gpu(monkeypatch: pytest.Mon
     GpuEvent.reached = 2
     assert [seconds(1), seconds(1)] == [1.0, 1.0] and GpuEvent.recorded == 2, "one call stands for those after it"
     assert [seconds(2), seconds(3)] == [7.0, 7.0] and GpuEvent.made == 4, "events that were read are recorded again"
-    assert seconds(4) == 7.0 and GpuEvent.made == 4, "two kinds were open, of which the first is given up"
+    kinds = range(4, 2 + MOST_OPEN)
+    assert [seconds(each) for each in kinds] == [7.0] * len(kinds) and GpuEvent.made == 2 * MOST_OPEN
+    assert seconds(0) == 7.0 and GpuEvent.made == 2 * MOST_OPEN, "of so many open kinds the first is given up"
     GpuEvent.reached = GpuEvent.recorded
-    assert [seconds(2), seconds(3), seconds(4)] == [7.0, 1.0, 1.0] and GpuEvent.made == 4
+    assert [seconds(2), seconds(3), seconds(4)] == [7.0, 1.0, 1.0] and GpuEvent.made == 2 * MOST_OPEN
 
 
 def test_calls_on_a_cpu_are_timed_each() -> None:

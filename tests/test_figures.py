@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,6 @@ from command_line import MOVES, Run, json_of
 from torch import nn
 
 import memfit
-from memfit.cost import observe
 from memfit.cost.environment import environment
 from memfit.cost.observations import Observation, Observations
 from memfit.step.measured import Measured
@@ -141,7 +141,6 @@ def test_ops_of_a_busy_moment_are_measured_again_by_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
-    monkeypatch.setattr(observe, "_measured_here", set())
     monkeypatch.setattr(Load, "others", lambda _load: 0.6)
     fitted()
     known = Observations.load(environment(torch.device("cpu"))).by_key
@@ -149,7 +148,8 @@ def test_ops_of_a_busy_moment_are_measured_again_by_another_process(
     monkeypatch.setattr(Load, "others", lambda _load: 0.0)
     fitted()
     assert {each.load for each in Observations.load(environment(torch.device("cpu"))).by_key.values()} == {0.6}
-    monkeypatch.setattr(observe, "_measured_here", set())  # as in another process
+    shutil.copytree(tmp_path / "costs", tmp_path / "elsewhere" / "costs")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "elsewhere"))  # measured by another process, as it seems
     fitted()
     assert {each.load for each in Observations.load(environment(torch.device("cpu"))).by_key.values()} == {0.0}
 

@@ -40,8 +40,8 @@ def test_the_cache_is_overwritten_before_the_first_event(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    monkeypatch.setattr(gpu_timing, "_overwrite_cache", lambda _device: order.append("flush"))
-    monkeypatch.setattr(gpu_timing, "_bring_clocks_up", lambda _device: order.append("warm"))
+    monkeypatch.setattr(gpu_timing, "overwrite_cache", lambda _device: order.append("flush"))
+    monkeypatch.setattr(gpu_timing, "bring_clocks_up", lambda _device: order.append("warm"))
     assert kernel_seconds(lambda: order.append("run"), torch.device("cuda")) == 0.0025
     assert order == ["warm", "flush", "event", "run", "event", "wait"]
 
@@ -57,9 +57,9 @@ def test_the_cache_is_overwritten_with_no_more_than_half_of_what_is_free(monkeyp
     monkeypatch.setattr(torch, "empty", noted)
     monkeypatch.setattr(gpu_timing, "free_bytes", lambda _device: 1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(L2_cache_size=400))
-    gpu_timing._overwrite_cache(torch.device("cpu"))
+    gpu_timing.overwrite_cache(torch.device("cpu"))
     monkeypatch.setattr(gpu_timing, "free_bytes", lambda _device: 10_000)
-    gpu_timing._overwrite_cache(torch.device("cpu"))
+    gpu_timing.overwrite_cache(torch.device("cpu"))
     assert made == [500, 800]
 
 

@@ -649,7 +649,8 @@ def test_a_class_that_does_not_say_where_it_is_from() -> None:
     def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         return model(rows).mean() if isinstance(model, nn.Module | _OfNoFile) else rows.mean()
 
-    memfit.fit(nn.Linear(8, 4), loss, torch.randn(16, 8), budget="1MiB", verify=True)
+    step = memfit.fit(nn.Linear(8, 4), loss, torch.randn(16, 8), budget="1MiB", verify=True)
+    assert isinstance(step, PlannedStep)
 
 
 def test_functions_that_name_one_another_in_a_chain_longer_than_pythons_stack(
@@ -659,9 +660,10 @@ def test_functions_that_name_one_another_in_a_chain_longer_than_pythons_stack(
     (tmp_path / "chained.py").write_text("".join(links) + "def f600(x):\n    return x\n")
     monkeypatch.syspath_prepend(tmp_path)
     f0 = import_module("chained").f0
-    memfit.fit(
+    step = memfit.fit(
         nn.Linear(8, 4), lambda model, rows: f0(model(rows).mean()), torch.randn(16, 8), budget="1MiB", verify=True
     )
+    assert isinstance(step, PlannedStep)
 
 
 def test_the_defaults_and_the_arguments_of_a_partial_loss() -> None:

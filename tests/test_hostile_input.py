@@ -7,7 +7,7 @@ import io
 import json
 import os
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +227,9 @@ def test_a_pipe_is_read(kind: str, good: dict[str, Path]) -> None:
 
 
 def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.packing import trace_file
     from memfit.packing.trace_file import read_trace
-    from memfit.system import files
+    from memfit.system.files import read_chunks
 
     path = tmp_path / "pieces.csv"
     for ids in (range(50), [f"t{i}" for i in range(50)], [*range(49), "x"], ["007", *range(1, 50)]):
@@ -237,7 +238,7 @@ def test_a_trace_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         whole = list(read_trace(path))
         assert [str(block.id) for block in whole] == [str(name) for name in ids]
         for piece_bytes in (1, 7, 64):
-            monkeypatch.setattr(files, "_CHUNK_BYTES", piece_bytes)
+            monkeypatch.setattr(trace_file, "read_chunks", partial(read_chunks, chunk_bytes=piece_bytes))
             assert list(read_trace(path)) == whole
             path.write_text(path.read_text() + "\n9,9,9,9\n")
             with pytest.raises(MemfitError, match="row 52, column 'upper': the range is empty"):

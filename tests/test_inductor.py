@@ -344,7 +344,7 @@ def test_a_whole_step_keeps_its_budget_and_trains_as_eager_does() -> None:
     assert measured.peak_bytes < (measured.baseline_peak_bytes or 0) and measured.turns == 2
     assert step.most_bytes == most_bytes and all(map(torch.equal, model.parameters(), before))
     assert_close([step(batch)], [eager.run_eager(batch)])
-    with pytest.raises(InvalidOptionError, match="round otherwise"):
+    with pytest.raises(InvalidOptionError, match="round differently"):
         step.verify()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.capture import TrainingStep
-from memfit.capture.later_sizes import CapturedSizes, _is_same
+from memfit.capture.later_sizes import CapturedSizes, are_same_captures
 from memfit.capture.whole_step import capture_whole_step
 
 SIZES = (64, 60, 50, 48, 40, 33, 36, 27)  # the fifth is recorded with symbols, the last two are made from them
@@ -170,7 +170,7 @@ def test_graphs_made_from_symbols_are_those_of_captures(name: str) -> None:
         batch = batch_of(size)
         captured = sizes.capture(batch)
         made.append(captured.stream is None)
-        assert not made[-1] or _is_same(captured, capture_whole_step(step, batch))
+        assert not made[-1] or are_same_captures(captured, capture_whole_step(step, batch))
     assert made == [False] * 6 + [True] * 2 or not TORCH_2_13  # before, more of torch's C++ asked for plain numbers
 
 
@@ -202,7 +202,7 @@ def test_a_slice_is_whole_as_in_eager() -> None:
     for size in (64, 60, 50, 48, 40, 36):
         sizes.capture(tokens(size))
     whole, cut = sizes.capture(tokens(34)), sizes.capture(tokens(33))
-    assert whole.stream is None and _is_same(whole, capture_whole_step(step, tokens(34)))
+    assert whole.stream is None and are_same_captures(whole, capture_whole_step(step, tokens(34)))
     assert cut.stream is not None and len(cut.graph.ops) > len(whole.graph.ops)
 
 
@@ -227,7 +227,7 @@ def test_a_step_whose_python_state_changed_is_captured() -> None:
     model.dropout.p = 0.5
     changed = sizes.capture(tokens(44))
     assert changed.stream is not None
-    assert _is_same(changed, capture_whole_step(step, tokens(44)))
+    assert are_same_captures(changed, capture_whole_step(step, tokens(44)))
     model.dropout.p = 0.1
     assert sizes.capture(tokens(43)).stream is None
 

@@ -40,6 +40,8 @@ from memfit.step.planned_step import PlannedStep
 from memfit.system import spill_file
 from memfit.system.spill_file import SpillFile
 
+SHARED_MEMORY = Path("/dev/shm")
+
 LINKED = linked(2e9, 2e9, alignment_bytes=64)
 
 
@@ -283,13 +285,18 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         planned_step(host_dir=tmp_path / "nowhere")
 
 
-def test_a_directory_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (directory := tmp_path / "a disk").mkdir()
-    mounts = tmp_path / "mounts"
+def test_file_systems_in_memory_are_found_among_the_mounts(tmp_path: Path) -> None:
+    directory, mounts = tmp_path / "a disk", tmp_path / "mounts"
     mounts.write_text("/dev/vda / ext4 rw 0 0\ntmpfs {} tmpfs rw 0 0\n".format(str(directory).replace(" ", "\\040")))
-    monkeypatch.setattr(spill_file, "_MOUNTS", mounts)
-    with pytest.raises(HostMemoryError, match=r"host_dir .*a disk' is in memory, so .* frees nothing"):
-        planned_step(host_dir=directory)
+    assert spill_file.is_in_memory(directory / "below", mounts)
+    assert not spill_file.is_in_memory(tmp_path, mounts)
+    assert not spill_file.is_in_memory(directory, tmp_path / "missing")
+
+
+@pytest.mark.skipif(not spill_file.is_in_memory(SHARED_MEMORY), reason="/dev/shm is not in memory here")
+def test_a_directory_in_memory_is_refused() -> None:
+    with pytest.raises(HostMemoryError, match=r"host_dir '/dev/shm' is in memory, so .* frees nothing"):
+        planned_step(host_dir=SHARED_MEMORY)
 
 
 def test_a_host_dir_is_refused_for_what_is_on_a_gpu(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from memfit.errors import InvalidBlocksError, InvalidLayoutError, InvalidOptionE
 from memfit.packing import PACKERS, Block, Blocks, PackingProblem, check_layout, make_packer, pack
 from memfit.packing.blocks import live_bytes, make_layout
 from memfit.packing.first_fit import ORDERS, measure
+from memfit.packing.portfolio import pack_stretches
 from memfit.packing.sections import sections_of
 from memfit.papers.packers.colouring import colour_conflicts
 
@@ -260,7 +261,7 @@ def test_same_seed_same_layout(blocks: Blocks) -> None:
 
 
 @pytest.mark.parametrize("alignment_bytes", [1, 64])
-def test_many_blocks_are_packed_stretch_by_stretch(monkeypatch: pytest.MonkeyPatch, alignment_bytes: int) -> None:
+def test_many_blocks_are_packed_stretch_by_stretch(alignment_bytes: int) -> None:
     """Blocks of an earlier stretch that are still live keep their places; nothing is lost over packing at once."""
     random = np.random.default_rng(3)
     starts = random.permutation(random.integers(0, 6000, 3000))
@@ -270,11 +271,9 @@ def test_many_blocks_are_packed_stretch_by_stretch(monkeypatch: pytest.MonkeyPat
         ids=np.arange(3000), sizes_bytes=sizes, starts=starts, ends=starts + lengths, alignment_bytes=alignment_bytes
     )
     whole = pack(blocks, "first_fit")
-    monkeypatch.setattr("memfit.packing.portfolio._MOST_AT_ONCE", 1000)
-    monkeypatch.setattr("memfit.packing.portfolio._STRETCH", 250)
     heights: list[int] = []
     problem = PackingProblem(blocks=blocks, progress=lambda progress: heights.append(progress.height_bytes))
-    layout = make_packer("auto").pack(problem)
+    layout = pack_stretches(problem, "auto", stretch=250)
     check_layout(blocks, layout)
     assert len(heights) == 12 and heights[-1] == layout.height_bytes
     assert layout.height_bytes <= 1.1 * whole.height_bytes

@@ -26,7 +26,7 @@ from memfit.errors import InvalidTargetError
 from memfit.integrations.metrics import Metrics, figures
 from memfit.plan import Plan, Problem, Progress
 from memfit.planners import make_planner
-from memfit.progress import PROGRESS, TOLD_SECONDS, _TellsSearch
+from memfit.progress import PROGRESS, TOLD_SECONDS, TellsSearch
 from memfit.report import write_snapshot
 from memfit.report.notebook import plan_html
 from memfit.system.lines import NORMAL, QUIET, VERBOSE, choose_lines, lines_on_stderr
@@ -105,7 +105,7 @@ def test_python_logs_each_stage(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_long_search_is_logged_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    tell = _TellsSearch()
+    tell = TellsSearch()
     with caplog.at_level(logging.INFO, PROGRESS):
         for _search in range(2):
             for second in range(25):

@@ -43,9 +43,16 @@ def test_a_call_is_measured_once_and_draws_nothing_of_the_users() -> None:
     assert workspaces.bytes_of(torch.ops.aten.native_dropout.default, (fake, 0.5, True), {}) >= 0
     assert torch.equal(before, torch.get_rng_state())
     calls: list[Any] = []
-    workspaces._measured = lambda *given: calls.append(given) or 7  # type: ignore[method-assign]
-    for number in (1.0, 1.0, 2.0):
-        assert workspaces.bytes_of(torch.ops.aten.mul.Tensor, (fake, number), {}) == 7
+
+    def taking(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        return torch.zeros(1000).sum()
+
+    taking.is_view, taking.namespace = False, "test"  # as an overload has them
+    expected_bytes = workspaces.bytes_of(taking, (fake, 1.0), {})
+    assert expected_bytes >= 4000
+    for number in (1.0, 2.0):
+        assert workspaces.bytes_of(taking, (fake, number), {}) == expected_bytes
     assert len(calls) == 2
 
 

@@ -85,7 +85,7 @@ def require_as_eager(
         raise NoGraphError(
             f"{own.lines[1]}: two eager runs of the step from the same state differ: {_calls(own, 'first', 'then')}; "
             "the step draws from a generator, counts, or reads a clock where memfit does not see it",
-            "do that outside of the step, and hand it in with the batch",
+            "do that outside of the step, and pass it in the batch",
         )
     where, calls = difference.lines[1], _calls(difference, "captured", "eager")
     if _is_torchs(step, batch, difference):

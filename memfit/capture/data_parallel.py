@@ -216,7 +216,7 @@ def data_parallel(
         return model, None if group is None else DataParallel(group)
     own: Any = model.process_group
     if group is not None and group is not own:
-        raise InvalidOptionError("process_group is another one than that of the DistributedDataParallel model")
+        raise InvalidOptionError("process_group differs from that of the DistributedDataParallel model")
     _require_plain(model)
     cap_bytes = model.bucket_bytes_cap
     first_bytes = first_bucket_bytes() if model.bucket_bytes_cap_default else cap_bytes

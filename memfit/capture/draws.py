@@ -154,7 +154,7 @@ def seeding_refused() -> Iterator[None]:
 
 
 def place_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return what reads the state of a generator of Python's or NumPy's, and what sets it."""
+    """Return a getter and a setter of the state of a generator of Python's or NumPy's."""
     owner = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     return partial(_state, owner), partial(_set_state, owner)
 

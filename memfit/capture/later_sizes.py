@@ -203,7 +203,7 @@ class _Layout:
             made: the step with that graph.
             captured: the step's capture.
         """
-        if _is_same(made, captured):
+        if are_same_captures(made, captured):
             state.proofs += 1
         else:
             self._refuse("the graph made from symbols is not the captured one")
@@ -238,7 +238,8 @@ def _with_parts(recorded: Recorded, parts: tuple[Any, ...]) -> Recorded:
     return replace(recorded, trace=own, outputs=outputs, looks=looks)
 
 
-def _is_same(one: Captured, other: Captured) -> bool:
+def are_same_captures(one: Captured, other: Captured) -> bool:
+    """Return whether two captures have the same graph, and calls with the same arguments and strides."""
     mine, theirs = one.binding, other.binding
     return (
         one.graph == other.graph

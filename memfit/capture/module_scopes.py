@@ -22,7 +22,7 @@ class ModuleScopes:
         raised_in: the innermost module that raised an error.
 
     Args:
-        model: whose modules are told apart.
+        model: its modules are named.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -70,7 +70,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _kind_of(tensor: torch.Tensor) -> tuple[str, str]:
-    """Return what kind of tensor one is that is not dense, and what can be given in its place."""
+    """Return the kind of a tensor that is not dense, and the dense tensors that can be given in its place."""
     if tensor.is_nested:
         return "a nested tensor", "its values and their lengths, or one padded tensor"
     if tensor.is_quantized:

@@ -29,7 +29,12 @@ class Renumbering:
         return map_values(tree, self._renumbered)
 
     def call(self, call: Call, op: int) -> Call:
-        """Return a call renumbered, as that of op `op`."""
+        """Return a call renumbered, as that of op `op`.
+
+        Args:
+            call: with the old numbers of storages.
+            op: the new number of its op.
+        """
         state = call.generator_state
         return replace(
             call,
@@ -47,7 +52,14 @@ class Renumbering:
     def binding(
         self, device: Any, calls: Iterable[Call], residents: Iterable[Resident], outputs: Mapping[str, Value]
     ) -> Binding:
-        """Return the binding of calls in the order of their ops, all renumbered."""
+        """Return the binding of calls in the order of their ops, all renumbered.
+
+        Args:
+            device: of the step.
+            calls: in the new order of ops.
+            residents: with the old numbers of storages.
+            outputs: by name, with the old numbers of storages.
+        """
         return Binding(
             device=device,
             calls=tuple(self.call(call, op) for op, call in enumerate(calls)),

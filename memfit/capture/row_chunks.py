@@ -187,7 +187,7 @@ def _outputs(graph: Graph, chain: _Chain) -> set[int]:
 
 @dataclass(slots=True, kw_only=True)
 class _Growing:
-    """A chain while it is found: its ops, what they read from outside, and what outside depends on it."""
+    """A chain under construction: its ops, what they read from outside, and the ops outside that depend on it."""
 
     ops: list[int]
     reads: set[int]

@@ -37,7 +37,13 @@ _MIXES_ROWS = (_aten.renorm, _aten.unique_dim, _aten.unique_consecutive)  # alon
 
 
 def is_row_wise(op: Op, call: Call, rows: int) -> bool:
-    """Return whether an op may work row by row, as far as shapes tell: trying it decides."""
+    """Return whether an op may work row by row, as far as shapes tell: trying it decides.
+
+    Args:
+        op: of the graph.
+        call: its call.
+        rows: the first size of all results in the chain.
+    """
     if op.random or op.mutates or not op.recomputable or op.phase is not Phase.FORWARD or not call.results:
         return False
     results = [value for value in call.results if value is not None]

@@ -11,7 +11,7 @@ import torch
 
 from memfit.capture.stream import Described, Dispatched, Stream, users_frames
 
-_SMALL = 8  # whole numbers below it are told apart: dimensions, counts of heads or groups
+_SMALL = 8  # smaller whole numbers are part of the structure: dimensions, counts of heads or groups
 _RANGES = "aten.arange."
 
 

@@ -38,7 +38,7 @@ class Size:
 
 
 class Symbols:
-    """The symbols of one capture, what was computed from them, and what was asked of them.
+    """The symbols of one capture, the expressions computed from them, and the conditions that code has tested.
 
     Args:
         known: the shapes of the batches so far; the last are those of the batch at hand. A size that was not always the

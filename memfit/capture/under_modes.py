@@ -25,8 +25,8 @@ _TRIED = {_aten.prod: lambda tensor: tensor.prod(1), _aten.cumprod: lambda tenso
 _ADVICE = {_aten.prod: "torch.cumprod(x, dim).select(dim, -1) has the same value", _aten.cumprod: "use exp and log"}
 _ROWS, _COLUMNS = 64, 5
 
-# Where no gradient is wanted, eager computes the values alone: the third argument is False. A mode has the vectors
-# computed too, which gives other values. Beside each operator: where the vectors are among its results.
+# Where no gradient is needed, eager computes the values alone: the third argument is False. Under a mode the vectors
+# are computed too, which gives other values. Beside each operator: the places of the vectors among its results.
 _DECOMPOSITIONS = {_aten._linalg_svd: (0, 2), _aten._linalg_eigh: (1,)}
 
 
@@ -56,8 +56,8 @@ class UnderModes:
         wants_gradient = torch.is_grad_enabled() and args[0].requires_grad
         if func._overloadpacket in gradients_that_differ() and wants_gradient:
             raise NoGraphError(
-                f"{line}: PyTorch computes the gradient of torch.{func._overloadpacket.__name__} otherwise while a "
-                "step is recorded",
+                f"{line}: PyTorch computes the gradient of torch.{func._overloadpacket.__name__} differently while "
+                "a step is recorded",
                 _ADVICE[func._overloadpacket],
             )
         if func._overloadpacket in _DECOMPOSITIONS and not wants_gradient and args[2:] != (False,):
@@ -82,8 +82,8 @@ class UnderModes:
             }
             if read.isdisjoint(vectors):
                 raise NoGraphError(
-                    f"{line}: PyTorch computes singular values and eigenvalues of a tensor without gradient otherwise "
-                    "while a step is recorded (svdvals, eigvalsh, cond, matrix norms)",
+                    f"{line}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
+                    "differently while a step is recorded (svdvals, eigvalsh, cond, matrix norms)",
                     "compute them outside of the step and pass them in the batch, or of a tensor that requires a "
                     "gradient",
                 )

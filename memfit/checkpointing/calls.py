@@ -12,7 +12,14 @@ _DUMMY = Choice(seconds=0.0, held_bytes=0, more_bytes=0)
 
 
 def choices_by_call(lean: LeanPass, prices: Prices, *, leaner: bool, is_shared: bool = False) -> list[list[Choice]]:
-    """Return the choices of each call; a block that is called several times has them at its first call."""
+    """Return the choices of each call; a block that is called several times has them at its first call.
+
+    Args:
+        lean: the pass that was recorded.
+        prices: bytes and seconds of things that are no kernels.
+        leaner: whether to add choices whose backward pass needs less than a checkpoint of the whole block.
+        is_shared: whether all ranks follow one policy; otherwise blocks with collectives are recomputed as a whole.
+    """
     calls = lean.calls
     of: dict[str, list[CallSeen]] = {}
     for call in calls:

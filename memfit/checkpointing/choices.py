@@ -1,4 +1,4 @@
-"""The choices for one call of a block: what each keeps, in bytes, and what it recomputes, in seconds. Torch-free.
+"""The choices for one call of a block: the bytes that each keeps, and the seconds that it recomputes. Torch-free.
 
 A choice is one of: nothing is checkpointed; the whole block is; some of its modules are, each by itself, which needs no
 dispatch mode; the whole block is, and storages of it are kept, which needs one; the block is and, when it is computed
@@ -65,7 +65,7 @@ def choices_of(call: CallSeen, prices: Prices, *, leaner: bool) -> list[Choice]:
     Args:
         call: as it was seen.
         prices: of what is no kernel.
-        leaner: whether choices are wanted whose backward pass needs less than that of a checkpoint of the whole block.
+        leaner: whether to add choices whose backward pass needs less than that of a checkpoint of the whole block.
     """
     full = full_choice(call, prices)
     found = [full, none_choice(call)]

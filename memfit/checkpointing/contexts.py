@@ -88,7 +88,7 @@ class Again(UnwrappedMode):
             if number in kept:
                 if self._keep.expected[number] is not func:
                     raise UnsupportedStepError(
-                        f"a block computes otherwise when it is recomputed for backward: {func} in the place of "
+                        f"a block computes something else when it is recomputed for backward: {func} in the place of "
                         f"{self._keep.expected[number]}; it reads what its first forward pass, or the loop since then, "
                         "has changed (a cache, say): fill caches before the training, or name other blocks: "
                         "memfit.checkpoint(..., blocks=[...])"

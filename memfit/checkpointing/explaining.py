@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what takes the most in a step, and what another budget would change. Torch-free."""
+"""The reasons of a plan: the largest parts of a step's peak, and the price of other budgets. Torch-free."""
 
 from __future__ import annotations
 

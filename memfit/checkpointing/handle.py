@@ -30,7 +30,7 @@ class Checkpointed:
         self._loop.close(is_judged=raised[0] is None)
 
     def report(self) -> Report:
-        """Return what was taken, window by window, and what is kept for each size.
+        """Return the bytes that each window took, and the rules that hold for each size of batch.
 
         A step ends where the next one begins, so that the last one is left out; `end_step` ends it.
         """
@@ -58,7 +58,7 @@ class Checkpointed:
         )
 
     def explain(self) -> list[Explanation]:
-        """Return for each size what takes the most in its steps, and what other budgets would change; as text, too.
+        """Return for each size of batch the largest parts of its peak, and the price of other budgets.
 
         A policy that was given has no budget, and none is explained.
         """

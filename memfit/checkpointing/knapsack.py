@@ -22,9 +22,9 @@ class Moments:
     """The bytes that the calls may hold together, moment by moment.
 
     Attributes:
-        after: by call: what it and those before it may hold.
-        within: by call: what those before it may hold, and what is more in its own backward pass.
-        forward: by call: what those before it may hold, and what is more in its own forward pass; empty: no limit.
+        after: by call: the bytes that it and the calls before it may hold.
+        within: by call: the bytes that the calls before it may hold beside what its own backward pass adds.
+        forward: by call: the same for its own forward pass; empty: no limit.
     """
 
     after: Sequence[int]
@@ -47,27 +47,28 @@ class Solution:
     bound_seconds: float
 
 
-def solve(choices: Sequence[Sequence[Choice]], moments: Moments) -> Solution | None:
+def solve(choices: Sequence[Sequence[Choice]], moments: Moments, most_states: int = _MOST_STATES) -> Solution | None:
     """Return the choices with the fewest seconds that keep within all moments; None if there are none.
 
     Args:
         choices: of each call, in the order of the forward pass.
         moments: the bytes that are allowed.
+        most_states: kept after each call; of more, some are left out, and the bound may be below the seconds.
     """
-    exact = _search(choices, moments, unit_bytes=0)
+    exact = _search(choices, moments, 0, most_states)
     if exact is None:
         return None
     chosen, seconds, was_thinned = exact
     bound = seconds
     if was_thinned:
         most = max([1, *(bytes_ for bytes_ in moments.after)])
-        relaxed = _search(choices, moments, unit_bytes=-(-most // _MOST_STATES))
+        relaxed = _search(choices, moments, -(-most // most_states), most_states)
         bound = min(seconds, relaxed[1]) if relaxed is not None else seconds
     return Solution(chosen=chosen, seconds=seconds, bound_seconds=bound)
 
 
 def _search(
-    choices: Sequence[Sequence[Choice]], moments: Moments, unit_bytes: int
+    choices: Sequence[Sequence[Choice]], moments: Moments, unit_bytes: int, most_states: int
 ) -> tuple[list[int], float, bool] | None:
     """Return (choices, seconds, whether states were left out); with a unit, bytes are rounded down to multiples."""
     limits = np.minimum.accumulate(np.array(moments.after, dtype=np.int64)[::-1])[::-1]
@@ -93,9 +94,9 @@ def _search(
         best = np.minimum.accumulate(total[order])
         is_better = np.concatenate(([True], best[1:] < best[:-1]))
         kept = order[is_better]
-        if len(kept) > _MOST_STATES:
+        if len(kept) > most_states:
             was_thinned = True
-            kept = kept[_spread(sums[kept], _MOST_STATES)]
+            kept = kept[_spread(sums[kept], most_states)]
         held, seconds = sums[kept], total[kept]
         steps.append((before[kept], choice[kept]))
     state = int(np.argmin(seconds))

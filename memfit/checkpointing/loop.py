@@ -56,7 +56,7 @@ class Loop:
     """Measures the passes of a model, and plans them within a budget.
 
     Args:
-        called: what the loop calls; the hooks are on it, or on what is in it if torch.compile made it.
+        called: the module that the loop calls; the hooks are on it, or on the module inside if torch.compile made it.
         find: returns the blocks that are steered, and recomputed in lean passes; and modules beside them that are
             steered, and not recomputed in lean passes. It is called again where modules were replaced.
         contract: the budget.

@@ -1,4 +1,4 @@
-"""A plan of what is kept and what is recomputed, from one lean pass, within so many bytes. Torch-free."""
+"""Plans, each made from one lean pass: the storages that are kept and recomputed within a budget. Torch-free."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Plans:
     # -- renewal
 
     def renew(self, shape: Shape, now_bytes: int) -> None:
-        """Make the plan of a pass that begins, if there is none, or another one is wanted.
+        """Make the plan of a pass that begins, if there is none or a new one is due.
 
         Args:
             shape: of the pass.
@@ -243,7 +243,7 @@ class Plans:
         shape.standing = Standing(is_least=before.is_least, is_most=before.is_most, plans=1)
 
     def wants_race(self, shape: Shape) -> bool:
-        """Return whether the seconds of the present pass are wanted."""
+        """Return whether the present pass is to be timed."""
         if self._compiled or self._is_shared:  # a compiler takes the mode's decisions into its graph
             return False
         return shape.race is not None or shape.planned_has_mode

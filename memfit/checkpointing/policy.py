@@ -83,6 +83,12 @@ def _rule(where: str, rule: Any) -> Rule:
 
 
 def rules_for(policy: Policy, numel: int, kind: WindowKind) -> Mapping[str, Rule]:
-    """Return the rules for a batch: those of the smallest batch that is as large, or else of the largest one."""
+    """Return the rules for a batch: those of the smallest batch that is as large, or else of the largest one.
+
+    Args:
+        policy: by (elements, kind of window).
+        numel: elements of the batch.
+        kind: of the pass: its rules are preferred among those of one size.
+    """
     sizes = sorted(policy, key=lambda key: (key[0] < numel, key[0] if key[0] >= numel else -key[0], key[1] is not kind))
     return policy[sizes[0]]

@@ -1,4 +1,4 @@
-"""The report of a budgeted loop: what its windows took, and what is kept and recomputed. Torch-free."""
+"""The report of a budgeted loop: the bytes of its windows, and the rules for its blocks. Torch-free."""
 
 from __future__ import annotations
 

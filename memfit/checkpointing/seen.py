@@ -132,7 +132,12 @@ class CallSeen:
         return not (self.must_stay or self.differentiates)
 
     def recomputed(self, first: int, last: int) -> Iterator[OpSeen]:
-        """Yield the operators that a checkpoint around these moments recomputes: those before its last save."""
+        """Yield the operators that a checkpoint around these moments recomputes: those before its last save.
+
+        Args:
+            first: the first moment inside of the checkpoint.
+            last: the first moment after it.
+        """
         stop = max((moment for moment in self.saves if first <= moment < last), default=-1)
         return (op for op in self.ops if first <= op.moment < stop)
 

@@ -150,7 +150,7 @@ class CallSnapshot:
         return Place.of(tensor).on(self._copies[storage])
 
     def _look_into(self, held: Any, new: list[tuple[str, Any]], watched: list[tuple[str, torch.Tensor]]) -> None:
-        """Note the tensors in what a place holds, and what was not there when it was looked into."""
+        """Note the tensors that a place holds, and objects in it that were not there before."""
         reach, values = self._reach, held if isinstance(held, list) else [held]
         if isinstance(held, dict):
             values = held.values()
@@ -173,7 +173,7 @@ class CallSnapshot:
         )
 
     def end_of_forward(self, read: Set[int], wrote: Set[int]) -> str:
-        """Note what the forward pass has written to, and free large copies of what it has not.
+        """Note the tensors that the forward pass has written to, and free large copies of all others.
 
         Args:
             read, wrote: keys of storages that its operators read and wrote to; version counters miss `.data`.
@@ -353,7 +353,7 @@ def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _put_entries(table: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Let a table of a module hold what it did, without what libraries exchange in it."""
+    """Put a module's table back, without the entries that libraries replace by themselves."""
     for key in [*wanted, *(table.keys() - wanted.keys())]:
         now, value = table.get(key, MISSING), wanted.get(key, MISSING)
         if is_same(now, value) or _is_librarys(now) or _is_librarys(value) or _is_one_memory(now, value):

@@ -248,7 +248,7 @@ def _named(name: str) -> Iterator[None]:
 
     def told(error: Exception) -> UnsupportedStepError:
         return UnsupportedStepError(
-            f"block {name!r} computes otherwise when it is recomputed for backward: it reads what its first "
+            f"block {name!r} computes something else when it is recomputed for backward: it reads what its first "
             "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
             f"backward, or name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}. In it: {error}"
         )

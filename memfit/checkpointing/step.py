@@ -107,7 +107,7 @@ class CheckpointedStep(Step):
             raise
         self.plan_seconds = time.perf_counter() - began
         _log.warning(
-            "memfit: %s: it is no graph, and runs under memfit.checkpoint, which computes blocks again: step.report() "
+            "memfit: %s: it is no graph, and runs under memfit.checkpoint, which recomputes blocks: step.report() "
             "says which",
             self.why,
         )
@@ -194,7 +194,7 @@ class CheckpointedStep(Step):
             return
         if eager_difference is None:
             raise UnsupportedStepError(
-                f"{self.why}: it is no graph, and computing its blocks again gives other bits than eager, first in "
+                f"{self.why}: it is no graph, and recomputing its blocks gives other bits than eager, first in "
                 f"{difference}; use memfit.eager"
             )
         if self.device.type == "cpu" and eager_difference.startswith("the loss"):  # no kernel there differs so
@@ -249,11 +249,11 @@ class CheckpointedStep(Step):
             self._loop.is_judging = True
 
     def report(self) -> Report:
-        """Return what steps took, and what is kept, as the handle of `memfit.checkpoint` does."""
+        """Return the bytes that steps took, and the rules in force, as the handle of `memfit.checkpoint` does."""
         return Checkpointed(self._loop).report()
 
     def explain(self) -> list[Explanation]:
-        """Return what takes the most, and what other budgets would change: see `memfit.checkpoint`."""
+        """Return the largest parts of the peak, and the price of other budgets: see `memfit.checkpoint`."""
         return Checkpointed(self._loop).explain()
 
     def policy(self) -> dict[str, dict[str, Any]]:

@@ -150,7 +150,7 @@ def _made_whole(name: str) -> Callable[[Any], Any]:
     return made
 
 
-# -- what is noted, and what is computed by chunks
+# -- operators that are noted, and operators that are computed by chunks
 
 
 def _none(*_: Any) -> Any:

@@ -331,7 +331,12 @@ class Gradients:
         self._start = 0
 
     def add_rows(self, number: int, gradient: torch.Tensor) -> None:
-        """Add the gradient of the present rows of a tensor."""
+        """Add the gradient of the present rows of a tensor.
+
+        Args:
+            number: of the tensor among `Rows.rows`.
+            gradient: [rows of the present chunk, last size of the tensor].
+        """
         if number not in self._rows:
             self._rows[number] = torch.zeros(
                 (self._of.count, self._of.rows[number].shape[-1]),
@@ -345,7 +350,12 @@ class Gradients:
         self._start += count
 
     def add_fixed(self, number: int, add: Callable[[torch.Tensor], Any]) -> None:
-        """Let `add` add to the gradient of a fixed tensor, which is kept in float32 if that has more bits."""
+        """Let `add` add to the gradient of a fixed tensor, which is kept in float32 if that has more bits.
+
+        Args:
+            number: of the tensor among `Rows.fixed`.
+            add: called with the sum so far, to which it adds.
+        """
         fixed = self._of.fixed[number]
         if number not in self._fixed:
             is_short = torch.finfo(fixed.dtype).bits < torch.finfo(torch.float32).bits

@@ -69,7 +69,9 @@ def compare(
     set_: options.WorkloadOptions = None,
     device_profile: options.DeviceProfile = None,
     report: options.Report = None,
-    repeats: options.Repeats = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", metavar="N", min=1, help="With --measure: turns of eager and planned steps.")
+    ] = 3,
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
@@ -78,9 +80,7 @@ def compare(
     asked = search.settings("100%")
     of_workload = options.read_settings(set_, "--set")
     with working() as work:
-        grid = Grid(
-            planners=planners, budgets=budgets, repeats=(repeats or 3) if measure else 0, settings=work.follow(asked)
-        )
+        grid = Grid(planners=planners, budgets=budgets, repeats=repeats if measure else 0, settings=work.follow(asked))
         resolved = resolve(target, of_workload)
         grid.require_known(resolved)
         costed = graph_with_costs(resolved, device_profile, work, settings=asked)

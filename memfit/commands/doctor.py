@@ -44,7 +44,7 @@ _FEW_FREE_BYTES = 1 << 30  # on the disk of the cache
 
 
 def doctor(as_json: options.Json = False) -> int:
-    """Say what is here: versions, devices, memory, links, caches, and what of memfit is off, with the remedy."""
+    """Show versions, devices, memory, links, caches, and the parts of memfit that do not work here, with remedies."""
     with working() as work:
         work.stage("looking at the devices")
         devices = _devices()
@@ -100,7 +100,7 @@ def _found(library: NativeLibrary) -> str:
 
 
 def _cache() -> dict[str, Any]:
-    """Return where the cache is, what it holds, and what of the disk is free."""
+    """Return the folder of the cache, the bytes that it holds, and the free bytes of its disk."""
     folder = cache_folder()
     there = next(each for each in (folder, *folder.parents) if each.is_dir())
     files = [path for path in folder.rglob("*") if path.is_file()] if there == folder else []

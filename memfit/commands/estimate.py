@@ -91,8 +91,8 @@ def estimate(
         bool,
         typer.Option(
             "--seconds",
-            help="Run the ops here, and estimate the step's seconds without its memory: what is big is freed as it "
-            "comes, and made anew before it is read.",
+            help="Run the ops here, and estimate the step's seconds without its memory: large storages are "
+            "freed at once, and made anew before they are read.",
         ),
     ] = False,
     within: Annotated[

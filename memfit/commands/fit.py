@@ -118,7 +118,7 @@ def _keep(planned: PlannedStep | CheckpointedStep, path: Path | None, work: Work
 
 
 class Facts(NamedTuple):
-    """What is told of a planned step beside its measurement.
+    """The facts about a planned step that are printed beside its measurement.
 
     Attributes:
         device: its name.
@@ -140,7 +140,7 @@ class Facts(NamedTuple):
 
 
 def _verified(planned: PlannedStep | CheckpointedStep, repeats: int | None, work: Work) -> tuple[Facts, Measured]:
-    """Run the planned step beside eager, and return what is told of it, and the measurement.
+    """Run the planned step beside eager; return facts about it, and the measurement.
 
     Raises:
         VerificationError: the bits differ, or the measured peak is over the budget.

@@ -62,7 +62,7 @@ _PackerOptions = Annotated[
     typer.Option("--option", metavar="NAME=VALUE", help="An option of the packer; may be given several times."),
 ]
 _TimeLimit = Annotated[
-    float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="When packers that improve have to answer.")
+    float, typer.Option("--time-limit", "-t", metavar="SECONDS", help="How long packers may improve their answer.")
 ]
 _Ends = Annotated[
     str, typer.Option("--ends", metavar="exclusive|inclusive", help="Whether a block is live in its `upper` step.")

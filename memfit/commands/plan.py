@@ -1,4 +1,4 @@
-"""`memfit plan`: find a plan and show its cost; nothing is run."""
+"""`memfit plan`: find a plan and show its cost; the step does not run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def plan(
     ] = 0,
     as_json: options.Json = False,
 ) -> int:
-    """Find a plan for TARGET within a budget, and show its cost. Nothing is run."""
+    """Find a plan for TARGET within a budget, and show its cost.
+
+    The step does not run; its ops are measured one by one here, unless --device-profile is given.
+    """
     options.require_writable(save, report)
     asked, clusters = search.settings(budget), ranks.clusters()
     of_workload = options.read_settings(set_, "--set")

@@ -68,14 +68,23 @@ class Work:
             raise KeyboardInterrupt
 
     def stage(self, title: str, *, expected_seconds: float | None = None) -> None:
-        """Show the name of a new stage; `expected_seconds`, if known, is how long it may take."""
+        """Show the name of a new stage.
+
+        Args:
+            title: of the stage.
+            expected_seconds: how long it may take, if that is known.
+        """
         self._expected_seconds = expected_seconds
         self._title, self._detail, self._share, self._began_seconds = title, "", 0.0, time.monotonic()
         _log.debug("%s", title)
         self._progress.reset(self._task, description=title, total=None, detail="", visible=True)
 
     def done(self, done: float, total: float) -> None:
-        """Show how much of the present stage is done."""
+        """Show how much of the present stage is done.
+
+        Args:
+            done, total: of the work of this stage, in any unit; a total of 0 shows no share.
+        """
         self._raise_again()
         self._share = min(done / total, 1.0) if total else 0.0
         self._progress.update(self._task, completed=min(done, total), total=total)

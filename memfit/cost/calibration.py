@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from memfit.cost.environment import bytes_beside, environment, find_device, hardware_name
-from memfit.cost.link import link_rates, with_link
+from memfit.cost.link import EXACT, Amounts, link_rates, with_link
 from memfit.device import Device
 from memfit.errors import HostMemoryError
 from memfit.system.budget import Card
@@ -21,18 +21,19 @@ from memfit.system.cache import environment_path, keep, read_kept
 from memfit.system.recorder import CPU_ALIGNMENT_BYTES, CUDA_ALIGNMENT_BYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SMALLEST_PRODUCT, _LARGEST_PRODUCT = 256, 8192  # rows of the square matrices that are multiplied
 _SATURATED_SECONDS = 0.02  # a product of this length runs at the rate of long ones
-_COPY_BYTES = 256 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the free memory: one eighth
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 50, 0.1
-_LAUNCHES = 200
 
 _log = logging.getLogger("memfit")
 
 
 def calibrate(
-    device: torch.device | str, directory: Path | None = None, *, clock: Callable[[], float] = time.perf_counter
+    device: torch.device | str,
+    directory: Path | None = None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    amounts: Amounts = EXACT,
 ) -> Device:
     """Measure the rates of `device` and keep them on disk for `local_device`.
 
@@ -47,6 +48,7 @@ def calibrate(
         device: a CPU or CUDA device.
         directory: on the disk that a CPU offloads to; by default the system's temporary one.
         clock: gives seconds.
+        amounts: how much is run to measure.
 
     Raises:
         InvalidDeviceError: there is no such device.
@@ -54,8 +56,8 @@ def calibrate(
         InvalidOptionError: a directory is given, and the device is no CPU.
     """
     device = find_device(device)
-    link, to = _link(device, directory), f", the link to the disk of {directory}" if directory else ""
-    probe = _Probe(device=device, clock=clock)
+    link, to = _link(device, directory, amounts), f", the link to the disk of {directory}" if directory else ""
+    probe = Probe(device=device, clock=clock, amounts=amounts)
     bare = _bare_device(device)
     with torch.no_grad():
         flops = {str(dtype).removeprefix("torch."): probe.flops_per_second(dtype) for dtype in _DTYPES}
@@ -73,10 +75,10 @@ def calibrate(
     return measured
 
 
-def _link(device: torch.device, directory: Path | None) -> dict[str, float]:
+def _link(device: torch.device, directory: Path | None, amounts: Amounts) -> dict[str, float]:
     """Return the rates of a device's link, measured now; none if the default directory is on no disk."""
     try:
-        return msgspec.structs.asdict(link_rates(device, directory, again=True))
+        return msgspec.structs.asdict(link_rates(device, directory, again=True, amounts=amounts))
     except HostMemoryError as error:
         if directory is not None:
             raise
@@ -156,25 +158,32 @@ def _bare_device(device: torch.device) -> Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Probe:
-    """Measures rates by running a few operations."""
+class Probe:
+    """Measures rates by running a few operations.
+
+    Attributes:
+        device: a CPU or CUDA device.
+        clock: gives seconds.
+        amounts: how much is run.
+    """
 
     device: torch.device
     clock: Callable[[], float]
+    amounts: Amounts = EXACT
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the best rate over products of growing size, until one has taken long enough, twice.
 
         Once is not enough: it may only have been slowed down by other processes.
         """
-        best, size, long_ones = 0.0, _SMALLEST_PRODUCT, 0
+        best, size, long_ones = 0.0, self.amounts.smallest_product, 0
         while True:
             left = torch.rand(size, size, device=self.device).to(dtype)
             seconds = self._seconds(lambda left=left: torch.mm(left, left))
             best = max(best, 2 * size**3 / seconds)
             if seconds >= _SATURATED_SECONDS:
                 long_ones += 1
-            elif size < _LARGEST_PRODUCT:
+            elif size < self.amounts.largest_product:
                 size *= 2
             else:
                 return best
@@ -197,18 +206,18 @@ class _Probe:
         return 2 * size / self._seconds(lambda: target.copy_(source))
 
     def launch_seconds(self) -> float:
-        one = torch.ones(1, device=self.device)
+        one, count = torch.ones(1, device=self.device), self.amounts.launches
 
         def launches() -> None:
-            for _ in range(_LAUNCHES):
+            for _ in range(count):
                 torch.add(one, one)
 
-        return self._seconds(launches) / _LAUNCHES
+        return self._seconds(launches) / count
 
     def _copy_bytes(self) -> int:
         if self.device.type != "cuda":
-            return _COPY_BYTES
-        return min(_COPY_BYTES, torch.cuda.mem_get_info(self.device)[0] // _COPY_SHARE)
+            return self.amounts.copy_bytes
+        return min(self.amounts.copy_bytes, torch.cuda.mem_get_info(self.device)[0] // _COPY_SHARE)
 
     def _seconds(self, run: Callable[[], object]) -> float:
         """Return the shortest of several runs: other processes can only slow a run down."""

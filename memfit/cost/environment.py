@@ -57,14 +57,24 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    if not _MEMINFO.exists():
+    return free_system_bytes()
+
+
+def free_system_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """Return the bytes of main memory that this process can still take; None where `meminfo` does not exist.
+
+    Args:
+        meminfo: the kernel's file, in which MemAvailable is in KiB.
+        cgroup: folder of the process's cgroup, whose limit counts if it has one.
+    """
+    if not meminfo.exists():
         return None
-    free = _field_bytes(_MEMINFO, "MemAvailable:") * 1024
-    limit = _CGROUP / "memory.max"
+    free = _field_bytes(meminfo, "MemAvailable:") * 1024
+    limit = cgroup / "memory.max"
     if not limit.exists() or limit.read_text().strip() == "max":
         return free
-    reclaimable = _field_bytes(_CGROUP / "memory.stat", "inactive_file")  # cached files that the kernel drops first
-    used = int((_CGROUP / "memory.current").read_text()) - reclaimable
+    reclaimable = _field_bytes(cgroup / "memory.stat", "inactive_file")  # cached files that the kernel drops first
+    used = int((cgroup / "memory.current").read_text()) - reclaimable
     return max(0, min(free, int(limit.read_text()) - used))
 
 

@@ -36,10 +36,10 @@ def kernel_seconds(run: Callable[[], object], device: torch.device) -> float:
         run: launches them on the current stream.
         device: a CUDA device.
     """
-    _bring_clocks_up(device)
+    bring_clocks_up(device)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
-        _overwrite_cache(device)
+        overwrite_cache(device)
         begin.record()
         run()
         end.record()
@@ -89,7 +89,7 @@ def on_two_timelines(kernels: Sequence[float], dispatches: Sequence[float]) -> l
 
 
 @functools.cache
-def _bring_clocks_up(device: torch.device) -> None:
+def bring_clocks_up(device: torch.device) -> None:
     """Keep the device busy for a while, once a process."""
     rows = torch.ones(_WARM_ROWS, _WARM_ROWS, device=device)
     stop = time.perf_counter() + _WARM_SECONDS
@@ -98,7 +98,8 @@ def _bring_clocks_up(device: torch.device) -> None:
         synchronize(device)
 
 
-def _overwrite_cache(device: torch.device) -> None:
+def overwrite_cache(device: torch.device) -> None:
+    """Overwrite a GPU's L2 cache, with at most half of the memory that is free."""
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     size_bytes = _CACHES * cache_bytes or _MOST_FLUSH_BYTES
     size_bytes = min(size_bytes, _MOST_FLUSH_BYTES, (free_bytes(device) or _MOST_FLUSH_BYTES) // 2)

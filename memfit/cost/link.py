@@ -26,15 +26,37 @@ from memfit.errors import HostMemoryError, InvalidOptionError
 from memfit.system.cache import environment_path, keep, read_kept
 from memfit.system.spill_file import BLOCK_BYTES, SpillFile, spill_directory
 
-_COPY_BYTES = 128 << 20  # well beyond every cache
 _COPY_SHARE = 8  # a copy takes at most this part of the device's free memory: one eighth
-_DISK_COPY_BYTES = 8 << 20  # about those of a step's copies
 _RUNS = 5
 _SMALL_RUNS = 50
 _ROWS = 768  # of the matrices that are multiplied while something is copied
-_SUM_BYTES = 32 << 20
 _SIZE = 4  # bytes of a float32
-_TURN_SECONDS, _LEAST_CALLS = 0.25, 3  # of work, while something is copied
+_LEAST_CALLS = 3  # of work, while something is copied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """How much is run to measure a device and its link; less takes less time, and is less exact.
+
+    Attributes:
+        smallest_product, largest_product: rows of the square matrices that are multiplied.
+        copy_bytes: of a copy on the device, well beyond every cache; a copy to pinned memory takes half of them.
+        launches: of the smallest op, timed together.
+        disk_copy_bytes: of a copy to the disk, about those of a step's copies.
+        sum_bytes: of the tensors that are added while something is copied.
+        turn_seconds: of work, while something is copied.
+    """
+
+    smallest_product: int = 256
+    largest_product: int = 8192
+    copy_bytes: int = 256 << 20
+    launches: int = 200
+    disk_copy_bytes: int = 8 << 20
+    sum_bytes: int = 32 << 20
+    turn_seconds: float = 0.25
+
+
+EXACT = Amounts()
 
 
 class LinkRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,13 +84,16 @@ def with_link(profile: Device, device: torch.device, directory: Path | None = No
     return msgspec.structs.replace(profile, **msgspec.structs.asdict(link_rates(device, directory)))
 
 
-def link_rates(device: torch.device, directory: Path | None = None, *, again: bool = False) -> LinkRates:
+def link_rates(
+    device: torch.device, directory: Path | None = None, *, again: bool = False, amounts: Amounts = EXACT
+) -> LinkRates:
     """Return the rates of a device's link: those kept on disk, or new ones, which takes about a second.
 
     Args:
         device: a CPU or CUDA device at hand.
         directory: as for `with_link`.
         again: measure even if rates are kept.
+        amounts: how much is copied and computed to measure.
 
     Raises:
         HostMemoryError: the directory cannot be used.
@@ -91,24 +116,25 @@ def link_rates(device: torch.device, directory: Path | None = None, *, again: bo
     if kept is not None:
         return kept
     with torch.no_grad():
-        measured = _disk_rates(directory) if device.type == "cpu" else _pcie_rates(device)
+        measured = _disk_rates(directory, amounts) if device.type == "cpu" else _pcie_rates(device, amounts)
     keep(measured, path, "rates of the link")
     return measured
 
 
-def _disk_rates(directory: Path | None) -> LinkRates:
+def _disk_rates(directory: Path | None, amounts: Amounts) -> LinkRates:
     """Return the rates of copies to a disk and back while a CPU works, and what the copies take of its rate.
 
     Copies of a step run while it computes, on the same cores and over the same memory; so what counts is not how fast
     they are alone. Copies back go to new memory, as they do in a step.
     """
-    work, size_bytes = _everyday_work(), _copy_bytes(torch.device("cpu"), _DISK_COPY_BYTES)
+    work, size_bytes = _everyday_work(amounts), _copy_bytes(torch.device("cpu"), amounts.disk_copy_bytes)
     file = SpillFile(2 * size_bytes, directory)
     try:
         copies = _DiskCopies(file, size_bytes)
         to_host, to_device = partial(copies.to_host, size_bytes), partial(copies.to_device, size_bytes)
         work()
-        alone, *turns = (_Turn.of(work, threads) for threads in ((), (to_host,), (to_device,), (to_host, to_device)))
+        together = (), (to_host,), (to_device,), (to_host, to_device)
+        alone, *turns = (_Turn.of(work, threads, amounts.turn_seconds) for threads in together)
         lost_seconds = sum(turn.seconds - turn.calls * alone.seconds / alone.calls for turn in turns)
         rates = [turn.copied_bytes[0] / turn.seconds for turn in turns[:2]]
         shared = [min(rate, size / turns[2].seconds) for rate, size in zip(rates, turns[2].copied_bytes, strict=True)]
@@ -128,9 +154,9 @@ def _disk_rates(directory: Path | None) -> LinkRates:
         file.close()
 
 
-def _everyday_work() -> Callable[[], object]:
+def _everyday_work(amounts: Amounts) -> Callable[[], object]:
     """Return a function whose time is about half a matrix product's, and half that of a sum in new memory."""
-    size_bytes = _copy_bytes(torch.device("cpu"), _SUM_BYTES)
+    size_bytes = _copy_bytes(torch.device("cpu"), amounts.sum_bytes)
     rows = min(_ROWS, math.isqrt(size_bytes // _SIZE))
     square, long = torch.ones(rows, rows), torch.ones(size_bytes // _SIZE)
 
@@ -150,8 +176,8 @@ class _Turn:
     copied_bytes: tuple[int, ...]
 
     @staticmethod
-    def of(work: Callable[[], object], copies: Sequence[Callable[[], int]]) -> _Turn:
-        """Call `work` while a thread for each of `copies` calls that."""
+    def of(work: Callable[[], object], copies: Sequence[Callable[[], int]], least_seconds: float) -> _Turn:
+        """Call `work` for so long while a thread for each of `copies` calls that."""
         is_over, copied = Event(), [0] * len(copies)
 
         def go(number: int) -> None:
@@ -165,7 +191,7 @@ class _Turn:
                 while not any(end.done() for end in ends):  # a copy that fails ends its thread
                     work()
                     calls += 1
-                    is_long = calls >= _LEAST_CALLS and time.perf_counter() - began >= _TURN_SECONDS
+                    is_long = calls >= _LEAST_CALLS and time.perf_counter() - began >= least_seconds
                     if is_long and all(late > early for late, early in zip(copied, before, strict=True)):
                         break
                 seconds, after = time.perf_counter() - began, tuple(copied)
@@ -241,13 +267,13 @@ class _PinnedCopies:
         return [self.wait(direction) - began for direction in range(2)]
 
 
-def _pcie_rates(device: torch.device) -> LinkRates:
+def _pcie_rates(device: torch.device, amounts: Amounts) -> LinkRates:
     with torch.cuda.device(device):  # else memory is pinned for the current device, which then gets a context
-        return _rates_of_copies(device)
+        return _rates_of_copies(device, amounts.copy_bytes // 2)
 
 
-def _rates_of_copies(device: torch.device) -> LinkRates:
-    size_bytes = _copy_bytes(device, _COPY_BYTES)
+def _rates_of_copies(device: torch.device, most_bytes: int) -> LinkRates:
+    size_bytes = _copy_bytes(device, most_bytes)
     copies = _PinnedCopies(device, size_bytes)
     alone = [size_bytes / _median_seconds(partial(copies.run, direction, size_bytes)) for direction in range(2)]
     # As many bytes in each direction as take equally long alone.

@@ -39,7 +39,13 @@ class Samples:
         return samples
 
     def add(self, op: int, work: int, seconds: float) -> None:
-        """Add one sample."""
+        """Add one sample.
+
+        Args:
+            op: its number in the graph.
+            work: floating-point operations or bytes, as `work_of` counts them.
+            seconds: of one run.
+        """
         bisect.insort(self.points.setdefault(op, []), (work, seconds))
 
     def estimate(self, op: int, work: int) -> float | None:

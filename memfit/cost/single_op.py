@@ -40,7 +40,7 @@ def undisturbed(device: torch.device) -> Generator[None]:
 
 @contextmanager
 def uncollected() -> Generator[None]:
-    """Leave garbage where it is inside the block: what is freed there would count against what the block takes."""
+    """Collect no garbage inside the block: bytes freed there would hide bytes that the block takes."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -83,8 +83,8 @@ def fit(
         InfeasibleBudgetError: no plan fits. The error has the least budget found and the least that any plan could
             reach.
         TimeLimitError: the planner found no plan that fits, and nothing proves that there is none.
-        CaptureError: the step cannot be captured, or what was captured is not what eager runs; the message names the
-            user's line.
+        CaptureError: the step cannot be captured, or the captured step differs from the one that eager runs; the
+            message names the user's line.
         VerificationError: the planned step's bits differ from eager's; the message names the first differing tensor.
         HostMemoryError: the host, or the disk, has no room for what the plan offloads; or a copy failed during a step.
         BudgetNotHeldError: a step took more than a firm budget, and no other plan helps; raised after the step.

@@ -68,11 +68,11 @@ class Account:
         losses: what runs between the halves of graphs.
         outside: what was seen there.
         is_judging: whether verdicts are given, and plans are replaced.
-        excess_bytes: what steps took beyond what their plans allow for.
+        excess_bytes: by how much steps exceeded their plans.
         most_bytes: the most bytes on the device in any step that was measured, and while a graph was compiled.
         ran: calls of graphs, which `count` adds to.
         steps: that have begun.
-        ended: is told, at the end of each backward pass, the most bytes on the device in its step.
+        ended: called at the end of each backward pass with the most bytes on the device in its step.
     """
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
@@ -218,8 +218,8 @@ class Account:
         """End the measurement of forward, loss and backward after the backward pass that runs now.
 
         Args:
-            more_bytes: what the caller has seen outside of its graph beyond what it planned for, and plans for from now
-                on.
+            more_bytes: bytes outside of the caller's graph beyond those that it had planned for; it plans for them from
+                now on.
         """
         self._planned_from_now_bytes += more_bytes
         at_end_of_backward(self._end_backward)

@@ -204,8 +204,8 @@ class PlannedGraph:
         except DATA_DEPENDENT_ERRORS as error:
             raise NotOneGraphError(
                 "the model computes with a number that changes from call to call (or under dynamic=True might), such "
-                "as an attribute or what `item` gave, otherwise than by +, -, * and / with a tensor of floats: hand it "
-                "in as a tensor, or memfit.fit the step (it reads "
+                "as an attribute or what `item` gave, other than by +, -, * and / with a tensor of floats: pass it as "
+                "a tensor, or memfit.fit the step (it reads "
                 f"{numbers_read(self.module) or 'a number from a tensor'})"
             ) from error
 

@@ -70,15 +70,15 @@ class InductorStep(Step):
         return self._compiled.run_eager(batch)
 
     def verify(self, batch: Any = None) -> NoReturn:
-        """Refuse: Inductor's kernels round otherwise than eager's.
+        """Refuse: Inductor's kernels round differently from eager's.
 
         Raises:
             InvalidOptionError: always.
         """
         del batch
         raise InvalidOptionError(
-            'verify does not go with kernels="inductor": its kernels round otherwise than eager\'s, so that last bits '
-            'differ; compare losses within a tolerance, or plan with kernels="eager"'
+            'verify does not go with kernels="inductor": its kernels round differently from eager\'s, so that last '
+            'bits differ; compare losses within a tolerance, or plan with kernels="eager"'
         )
 
     def _unjudged(self) -> AbstractContextManager[None]:

@@ -62,8 +62,8 @@ class PlannedCalls:
         model: whose parameters it trains.
         options: of the backend, where None stands for a default, or read before.
         where: begins the message of an error.
-        otherwise: is told why a call with gradients cannot run as one planned graph, before anything of it has run, and
-            returns what runs it; without it such a call is refused.
+        otherwise: called with the reason why a call with gradients cannot run as one planned graph, before any of it
+            has run; returns the function that runs it instead. Without it such a call is refused.
 
     Raises:
         MemfitError: as `compile`.

@@ -35,7 +35,12 @@ class Outside:
     held_bytes: int
 
     def scaled(self, size: int, known: int) -> Outside:
-        """Return the same at a size, where this is what was seen at a known one."""
+        """Return the same at a size, where this is what was seen at a known one.
+
+        Args:
+            size: bytes of the outputs now.
+            known: bytes of the outputs that this was seen with.
+        """
         return Outside(
             between_bytes=-(-self.between_bytes * size // known), held_bytes=-(-self.held_bytes * size // known)
         )
@@ -86,7 +91,12 @@ class OutsideOfGraphs:
         self._seen.setdefault(graph, {})[departing_bytes] = outside
 
     def estimated(self, graph: frozenset[int], departing_bytes: int) -> Outside | None:
-        """Return what is outside at new sizes, in proportion to what was at the nearest known ones; None if unknown."""
+        """Return the bytes outside at new sizes, in proportion to those at the nearest known sizes; None if unknown.
+
+        Args:
+            graph: names it, as in `note`.
+            departing_bytes: of its outputs at these sizes.
+        """
         known = self._seen.get(graph)
         if not known:
             return None

@@ -1,6 +1,6 @@
 """Parts: compiled blocks of a model whose other code runs in eager, or under FSDP2; they share one budget.
 
-The calls of a step are told apart by their order, so that equal blocks, which are one graph, may have different plans.
+The calls of a step are identified by their order, so that equal blocks, which are one graph, may have different plans.
 In the first steps each call keeps its inputs alone, and is recomputed. What the budget then leaves is given to
 calls from the last one on, whose backward passes are the first: to keep all, or half of it.
 """
@@ -133,7 +133,12 @@ class Levels:
         self.steps = _Steps()
 
     def make(self, inputs: Sequence[Any], *, are_all: bool) -> None:
-        """Make the first plan, or all, unless they are there."""
+        """Make the first plan, or all, unless they are there.
+
+        Args:
+            inputs: of the call.
+            are_all: whether to make all plans, and not the leanest alone.
+        """
         if not self.parts:
             self.parts = [self._made(inputs)]
         (least, *others) = self.parts
@@ -150,7 +155,11 @@ class Levels:
         self._graph.sharing = None
 
     def more_bytes(self, level: int, than: int) -> int:
-        """Return by how much more a level keeps than another one; 0 where there is no such plan."""
+        """Return by how much more a level keeps than another one; 0 where there is no such plan.
+
+        Args:
+            level, than: numbers of plans; 0 keeps the least.
+        """
         has_all = len(self.parts) > max(level, than)
         return self.parts[level].kept_bytes - self.parts[than].kept_bytes if has_all else 0
 
@@ -238,7 +247,13 @@ class Sharing:
 
 @cache
 def sharing_of(budget_bytes: int, device: torch.device, budget_is: str) -> Sharing:
-    """Return the sharing of all parts that were given a budget, which is for everything on their device."""
+    """Return the sharing of all parts that were given a budget, which is for everything on their device.
+
+    Args:
+        budget_bytes: for everything on the device.
+        device: of the parts.
+        budget_is: `firm` or `soft`.
+    """
     return Sharing(budget_bytes, device, budget_is)
 
 

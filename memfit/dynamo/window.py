@@ -114,7 +114,7 @@ class LossWindows:
         return self.open is not None and any(map(Mark.is_awaited, self._pending))
 
     def begin(self, mark: Mark) -> None:
-        """Measure from the end of a forward half on; `end` is told its mark."""
+        """Measure from the end of a forward half on; `end` takes the same mark."""
         self._cut()
         self._pending.append(mark)
         self.open = Window(self._device)

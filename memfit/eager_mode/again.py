@@ -89,7 +89,7 @@ def _whole_of(source: Source) -> torch.Tensor:
 
 
 def _run_again(call: Call, made: Source, last: Mapping[Source, int], number: int) -> dict[int, torch.Tensor]:
-    """Run a call again, and return what it makes, by place; one that writes in place writes over what nothing reads."""
+    """Run a call again; return its results by place. A call that writes in place writes over unread memory."""
     if not made.in_place:
         return dict(enumerate(_run(call, {})))
     old = next(itertools.islice(values_in((call.args, call.kwargs)), made.place, None)).storage

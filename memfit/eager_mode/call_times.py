@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 _MOST_TIMED = 1 << 16  # kinds of calls of which the seconds are remembered
-_MOST_OPEN = 256  # kinds of calls whose events were not read
+MOST_OPEN = 256  # kinds of calls whose events were not read
 
 
 class CallTimes:
@@ -47,7 +47,7 @@ class CallTimes:
         Args:
             number: of the kind.
         """
-        if len(self._open) == _MOST_OPEN:
+        if len(self._open) == MOST_OPEN:
             self._note(next(iter(self._open)))
         if not self._read:
             self._read.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))

@@ -114,7 +114,7 @@ class Contents:
                 continue
             settle(source)
             kept = self.kept.get(source)
-            if kept is not None and not kept.is_there:  # what autograd saved is what is written to
+            if kept is not None and not kept.is_there:  # the call writes to a tensor that autograd saved
                 self._give(kept, storage)
             if source.call is None and source.host is None and source.readers:
                 lost.add(source)
@@ -163,7 +163,7 @@ class Contents:
                 kept.source, self.kept[after] = after, kept
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let contents count as what cannot be recomputed: what they are made of will be gone by then."""
+        """Mark contents as not recomputable: the tensors that they are made of will be gone by then."""
         for tensor in tensors:
             source = self.sources.find(tensor.untyped_storage()) if is_dense(tensor) else None
             if source is not None:
@@ -337,7 +337,7 @@ class Contents:
         return bool(self.kept)
 
     def after_unseen(self) -> None:
-        """Go on after calls that were not seen: what they may have written to counts as what cannot be recomputed."""
+        """Go on after calls that were not seen: all that they may have written to is marked as not recomputable."""
         if not self.holds_saved():
             self.sources = Sources()
         self.upper_bytes = self.live_bytes()

@@ -164,7 +164,7 @@ class Eager(Uncopied):
         self._usage = self._window.__enter__()
 
     def _end_record(self) -> None:
-        """Add what the record that is open has seen; both counts are above what was there before the block."""
+        """Add the figures of the open record; both counts are in bytes above those on the device before the block."""
         assert self._usage is not None
         self._window.__exit__()
         self._most_bytes = max(self._most_bytes, self._above_bytes + self._usage.peak_bytes)

@@ -225,7 +225,7 @@ class BudgetMode(UnwrappedMode):
         return returned
 
     def _with_need(self, operator: Operator, args: Any, kwargs: Any, written: Any) -> tuple[Any, float, int]:
-        """Make a call that there is room for before it; return what it returned, its seconds, and what it takes."""
+        """Make room for a call and make it; return its result, its seconds, and the bytes that it takes."""
         contents, func, need = self.contents, operator.function, operator.need(args, kwargs)
         if need is None:
             returned, need = self._first_call(operator, args, kwargs, written)

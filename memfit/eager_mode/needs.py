@@ -101,7 +101,7 @@ class Needs:
         return results + _SMALL_BYTES + math.ceil(share * (_input_bytes(args, kwargs) + results))
 
     def learn(self, function: Any, args: Any, kwargs: Any, bound_bytes: int, contents: Contents) -> tuple[Any, Need]:
-        """Make a call for the first time; return what it returned, and what it took.
+        """Make a call for the first time; return its result, and the bytes and seconds that it took.
 
         Args:
             function, args, kwargs: the call.

@@ -19,9 +19,9 @@ from memfit.errors import UnsupportedStepError
 from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
-"""Kinds of operators: that move no data; that write to their arguments; whose results' sizes the data decides; of which
-memfit knows nothing; whose results differ in bytes without a meaning each time that they are made, or that fill
-gathered parameters with what these had before; and all others (PLAIN)."""
+"""Kinds of operators: those that move no data; that write to their arguments; whose results have sizes that depend on
+data; that memfit does not know; whose results contain arbitrary bytes that differ in each run, or that restore gathered
+parameters; and all others (PLAIN)."""
 
 _aten = torch.ops.aten
 _LIFTED = _aten.lift_fresh.default
@@ -73,14 +73,23 @@ class Operator:
         self._needs: dict[Hashable, Need] = {}
 
     def need(self, args: Any, kwargs: Any) -> Need | None:
-        """Return what a call takes, if there was one like it."""
+        """Return what a call takes, if there was one like it.
+
+        Args:
+            args, kwargs: of the call; shapes, dtypes and numbers count.
+        """
         try:
             return self._needs.get(key_of(args, kwargs))
         except (TypeError, RuntimeError):  # an argument that has no hash, or a tensor that has no shape
             return None
 
     def learn(self, args: Any, kwargs: Any, need: Need) -> None:
-        """Remember what a call took, for those that are like it."""
+        """Remember what a call took, for those that are like it.
+
+        Args:
+            args, kwargs: of the call.
+            need: bytes and seconds that were measured.
+        """
         if self.kind == DATA_DECIDES:
             return
         with suppress(TypeError, RuntimeError):
@@ -89,7 +98,11 @@ class Operator:
             del self._needs[next(iter(self._needs))]
 
     def written(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the dense tensors that a call writes to, those included that its schema hides."""
+        """Return the dense tensors that a call writes to, those included that its schema hides.
+
+        Args:
+            args, kwargs: of the call.
+        """
         function = self.function
         if self.kind == WRITES:
             found = mutated_tensors(function, args, kwargs)
@@ -132,7 +145,7 @@ def require_as_bare(func: Any, args: Any) -> None:
     if found.decomposed:
         raise UnsupportedStepError(
             f"{calling_line()}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
-            "otherwise in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
+            "differently in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
         )
 
 

@@ -162,12 +162,24 @@ class Sources:
         self._of[storage._cdata] = source
 
     def made(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
-        """Enter the contents of a new storage."""
+        """Enter the contents of a new storage.
+
+        Args:
+            storage: of a result.
+            call: that made it; None if it cannot be made again.
+            place: of the result among those of the call.
+        """
         found = self._of[storage._cdata] = Source(storage, call, place)
         return found
 
     def written(self, storage: torch.UntypedStorage, call: Call | None, place: int) -> Source:
-        """Enter the contents of a storage after it was written to."""
+        """Enter the contents of a storage after it was written to.
+
+        Args:
+            storage: that was written to.
+            call: that wrote; None if it cannot be made again.
+            place: of the argument or result on that storage.
+        """
         before = self._of.get(storage._cdata)
         if before is not None and before.live is storage:
             before.storage = None
@@ -175,9 +187,9 @@ class Sources:
         return found
 
     def hold_without(self, lost: set[Source]) -> None:
-        """Let what is there, and is made of contents that are lost, count as what cannot be recomputed.
+        """Mark contents on the device that are made of lost ones as not recomputable.
 
-        The calls that read it hold it.
+        The calls that read them hold them.
 
         Args:
             lost: contents that are about to be written over.
@@ -286,7 +298,7 @@ def seconds_to_make(source: Source) -> float:
 
 
 def needed_by(sources: Iterable[Source], there: Container[Source] = ()) -> set[Source]:
-    """Return contents with all that they are made of, what is there now included; what is on the host is not made.
+    """Return contents with all that they are made of, those on the device included; copies on the host need no sources.
 
     Args:
         sources: the contents.

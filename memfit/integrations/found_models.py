@@ -143,7 +143,7 @@ class Running:
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
 
     def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
-        """Return whether a call without gradients begins before anything was trained, of which a loop is told then."""
+        """Return whether a call without gradients begins before anything was trained."""
         if torch.is_grad_enabled() or self._is_evaluating or self._steered or self._eager is not None:
             return False
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_modes():
@@ -176,7 +176,9 @@ class Running:
         self._roots.add(module)
         self._known.update(module.modules())
         if any(loops_of(each) or own_call(each) is not None for each in module.modules()):
-            _log.warning("memfit: the script holds %s by memfit or compiles it by itself", type(module).__name__)
+            _log.warning(
+                "memfit: %s is left alone: the script itself uses memfit for it, or compiles it", type(module).__name__
+            )
             return
         why = self._why_eager(module) if self.door == AUTO and not self._steered else ""
         if why or self.door == EAGER:

@@ -92,7 +92,7 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
         self._held.hold(model, why_not_compile=why, is_training=is_training)
 
     def _compile(self, model: torch.nn.Module) -> None:
-        """Compile what the Trainer gives to its callbacks, which is not what Accelerate would wrap around it."""
+        """Compile the model that the Trainer gives to its callbacks: the one inside of Accelerate's wrapper."""
         plugin = AcceleratorState().dynamo_plugin
         if plugin.backend != DynamoBackend.NO:
             self._compiler, self._compiles_blocks = plugin.to_kwargs(), plugin.use_regional_compilation

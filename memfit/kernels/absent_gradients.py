@@ -75,9 +75,9 @@ def _followed(
     """Yield each call that takes gradients, with those that are absent, and whether all are: then it is not made.
 
     Args:
-        calls: with what each takes, makes, and writes to of what it takes; in order.
-        gradients: the tangents; what is made of them is added.
-        absent: the absent tangents; what is made of them alone is added.
+        calls: in order; each with its inputs, its results, and the inputs that it writes to.
+        gradients: the tangents; everything computed from them is added.
+        absent: the absent tangents; everything computed from these alone is added.
     """
     for call, taken, made, written in calls:
         given = gradients.intersection(taken)

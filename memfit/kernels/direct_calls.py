@@ -18,14 +18,19 @@ from memfit.binding import Value, map_values
 from memfit.torch_private.autograd import UnwrappedMode, no_modes, only_mode
 from memfit.torch_private.tensors import bare_overload
 
-_INTERFACE = (torch, torch.nn.functional, torch.Tensor)
+INTERFACE = (torch, torch.nn.functional, torch.Tensor)
 _COMPILED = (types.BuiltinFunctionType, types.MethodDescriptorType)  # functions that are Python may do anything
 
 
 class DirectCalls:
-    """Finds the fastest function for calls, and remembers what it was for each form of a call."""
+    """Finds the fastest function for calls, and remembers what it was for each form of a call.
 
-    def __init__(self) -> None:
+    Args:
+        interface: objects whose functions are tried, by the names of operators.
+    """
+
+    def __init__(self, interface: Sequence[Any] = INTERFACE) -> None:
+        self._interface = interface
         self._found: dict[tuple[Any, str], Callable[..., Any]] = {}
 
     def find(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
@@ -40,7 +45,7 @@ class DirectCalls:
             return target
         form = (target, repr(map_values((args, dict(kwargs)), _kind)))
         if form not in self._found:
-            self._found[form] = _direct(target, args, kwargs) or bare
+            self._found[form] = _direct(self._interface, target, args, kwargs) or bare
         return self._found[form]
 
 
@@ -60,7 +65,9 @@ class _Stopping(UnwrappedMode):
         raise _ArrivedError
 
 
-def _direct(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+def _direct(
+    interface: Sequence[Any], target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
     with no_modes():
         stand_ins: dict[Value, torch.Tensor] = {}
         try:
@@ -70,12 +77,13 @@ def _direct(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     expected = _arriving(target, *given)
     if not stand_ins or expected is None or expected[0] is not target:
         return None
-    return next((each for each in _functions(target) if _same(_arriving(each, *given), expected)), None)
+    functions = _functions(interface, target)
+    return next((each for each in functions if are_same_arguments(_arriving(each, *given), expected)), None)
 
 
-def _functions(target: Any) -> Iterator[Callable[..., Any]]:
+def _functions(interface: Sequence[Any], target: Any) -> Iterator[Callable[..., Any]]:
     name = target.name().partition("::")[2].partition(".")[0]
-    for holder in _INTERFACE if target.namespace == "aten" else ():
+    for holder in interface if target.namespace == "aten" else ():
         function = getattr(holder, name, None)
         if isinstance(function, _COMPILED):
             yield function
@@ -104,13 +112,14 @@ def _arriving(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def are_same_arguments(one: Any, other: Any) -> bool:
+    """Return whether arguments are of the same types and values; tensors have to be the same objects."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return one is other
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(are_same_arguments, one, other))
     if isinstance(one, dict):
-        return _same(sorted(one.items()), sorted(other.items()))
+        return are_same_arguments(sorted(one.items()), sorted(other.items()))
     return one is other or repr(one) == repr(other)  # repr tells -0.0 from 0.0

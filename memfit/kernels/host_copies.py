@@ -37,6 +37,11 @@ def places_apart(graph: Graph, schedule: Schedule, alignment: int) -> tuple[dict
     """Return a place on the host for each storage that is copied, and the bytes of all: no two have the same.
 
     A compiler may put copies in another order than the schedule's, as far as tickets leave it free.
+
+    Args:
+        graph: of the plan.
+        schedule: its copies count.
+        alignment: of each place, in bytes.
     """
     places: dict[int, int] = {}
     height = 0

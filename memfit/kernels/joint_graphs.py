@@ -1,4 +1,4 @@
-"""Joint graphs of forward and backward, as Inductor gets them: what it can compile, and what torch's halves keep."""
+"""Joint graphs of forward and backward, in the form that Inductor compiles, and the values that torch's halves keep."""
 
 from __future__ import annotations
 

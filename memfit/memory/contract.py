@@ -131,7 +131,12 @@ class Standing:
     corrections: int = 0
 
     def replace_plan(self, *, is_least: bool, is_most: bool) -> None:
-        """Begin to count windows of another plan."""
+        """Begin to count windows of another plan.
+
+        Args:
+            is_least: whether no plan takes less.
+            is_most: whether no plan takes more.
+        """
         self.is_least, self.is_most = is_least, is_most
         self.worst_bytes, self.windows = 0, 0
         self.plans += 1

@@ -1,8 +1,8 @@
 """Tensors of the optimizer's state that lie in host memory between steps.
 
 On a GPU that memory is pinned. On a CPU it is a mapped file, from which the system may take pages when memory is short,
-and which torch's allocator knows nothing of. Either way what stands in `optimizer.state` is a tensor on the host with
-the values of now, so that `state_dict` and whoever reads it find them.
+and which is not memory of torch's allocator. Either way `optimizer.state` holds tensors on the host with the current
+values, so that `state_dict` and other readers find them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Place:
     """A tensor as a view of a storage.
 
     Attributes:
-        storage: whatever stands for the storage: its id in a graph, say; None where that is told elsewhere.
+        storage: identifies the storage: its id in a graph, say; None where the caller has that elsewhere.
         dtype: of its elements.
         shape, stride, offset: in elements of `dtype`.
         conjugated, negated: whether it is one of torch's lazy views, whose elements are the conjugates or the negatives

@@ -42,8 +42,8 @@ _kept_places: deque[tuple[Schedule, tuple[str, int], Places]] = deque(maxlen=_MO
 def plan_as_placed(make: Make, settings: Settings, at: torch.device, unused_bytes: int) -> Plan:
     """Return a plan whose bytes fit their budgets as they are placed on a device and on the host.
 
-    Not what is live has to fit, but what is taken: with an arena its height, and on CUDA what torch's caching allocator
-    takes from the device beside it, or without it, by the model of that (`memfit.simulate.reserved`).
+    The bytes taken from the device have to fit, not the live bytes alone: the arena's height, if there is one, and on
+    CUDA the bytes that torch's caching allocator takes, by the model of it (`memfit.simulate.reserved`).
 
     Args:
         make: makes a plan by settings.

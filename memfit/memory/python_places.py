@@ -1,4 +1,4 @@
-"""Places: where Python code keeps what it may change, with what reads it and what writes it back."""
+"""Places: where Python code keeps state that it may change, each with a getter and a setter."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class EagerRun:
     Args:
         run: runs the step on a batch.
         device: where it runs.
-        more_bytes: what the step takes beside what is on the device before, as far as that is known.
+        more_bytes: the bytes that the step takes beside those on the device before, as far as they are known.
         put_back: resets what a run that broke off has changed.
 
     Attributes:

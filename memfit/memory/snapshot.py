@@ -55,7 +55,7 @@ class Snapshot:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Let all places hold what they did inside of the block, and after it what they hold now."""
+        """Put all places back for the block, and give them their present contents after it."""
         present = Snapshot(place for place, _ in self.held)
         self._put_over(now for _, now in present.held)
         try:

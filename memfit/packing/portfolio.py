@@ -55,7 +55,7 @@ class Portfolio:
     def pack(self, problem: PackingProblem) -> Layout:
         """Return the best layout found by any part until it is proven, the work is done, or time is up."""
         if len(problem.blocks) > _MOST_AT_ONCE:
-            return _pack_stretches(problem, self.name)
+            return pack_stretches(problem, self.name)
         best, sections = Best(problem), sections_of(problem.blocks)
         searches = _searches(problem, sections, best, parts_without(self.name, self.without))
         return search(problem, best, searches, self.name, most_work=self.work or None)
@@ -90,16 +90,22 @@ def _quick_steps(blocks: Blocks, sections: Sections, best: Best, parts: Parts) -
         yield work
 
 
-def _pack_stretches(problem: PackingProblem, packer: str) -> Layout:
-    """Return the layout by first fit of one stretch after the other, around what is still live from those before."""
+def pack_stretches(problem: PackingProblem, packer: str, stretch: int = _STRETCH) -> Layout:
+    """Return the layout by first fit of one stretch after the other, around what is still live from those before.
+
+    Args:
+        problem: its blocks, clock and progress count.
+        packer: names the layout.
+        stretch: the number of blocks that start in one.
+    """
     blocks, started = problem.blocks, problem.clock()
     bound_bytes, height_bytes = blocks.lower_bound_bytes, 0  # the bound first: it takes most memory
     order = np.argsort(blocks.starts, kind="stable").astype(np.int32)
     offsets, live = np.zeros(len(blocks), np.int64), order[:0]
-    for place in range(0, len(blocks), _STRETCH):
+    for place in range(0, len(blocks), stretch):
         begin = int(blocks.starts[order[place]])
         live = live[blocks.ends[live] > begin]
-        members = np.concatenate([live, order[place : place + _STRETCH]])
+        members = np.concatenate([live, order[place : place + stretch]])
         offsets[members] = _fit_stretch(blocks, members, offsets[live], begin)
         live = members
         height_bytes = max(height_bytes, int((offsets[members] + blocks.sizes_bytes[members]).max()))

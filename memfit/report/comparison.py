@@ -73,13 +73,13 @@ def write_comparison(graph: Graph, device: Device, points: Sequence[ComparedPoin
         "title": f"memfit compare: {graph.name}",
         "name": graph.name,
         "lead": f"{count_text(len(planners), 'planner')} on {count_text(len(graph.ops), 'op')}, "
-        f"{format_bytes(graph.resident_bytes)} resident, times of {device.name}. {_winner(points)}",
+        f"{format_bytes(graph.resident_bytes)} resident, times of {device.name}. {winner(points)}",
     }
     page = make_page("comparison.html", texts, _data(graph, device, points, planners))
     write_atomically(Path(path), page.encode())
 
 
-def _winner(points: Sequence[ComparedPoint]) -> str:
+def winner(points: Sequence[ComparedPoint]) -> str:
     """Return which planner is the fastest most often, and which reaches the least memory, in a sentence or two."""
     fits = [(point, point.overhead, point.peak_bytes) for point in points]
     planned = [(point, overhead, peak) for point, overhead, peak in fits if overhead is not None and peak is not None]

@@ -127,7 +127,7 @@ def write_frontier_page(
         "title": f"{command}: {title}",
         "command": command,
         "name": title,
-        "lead": f"{_lead(rows[0]) if len(rows) == 1 else _winners(rows)} All times are predicted, for {device.name}.",
+        "lead": f"{_lead(rows[0]) if len(rows) == 1 else winners(rows)} All times are predicted, for {device.name}.",
     }
     tables = {
         "rows": "".join(table_row([row.label], row.cells(), columns=6) for row in rows),
@@ -149,7 +149,7 @@ def _curve(row: FrontierRow, budget_bytes: int) -> dict[str, Any]:
     }
 
 
-def _winners(rows: Sequence[FrontierRow]) -> str:
+def winners(rows: Sequence[FrontierRow]) -> str:
     """Return which combination is the fastest, and which has the largest batch, in a sentence."""
     fitting = [(row, row.fastest) for row in rows if row.fastest is not None]
     if not fitting:

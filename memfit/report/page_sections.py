@@ -97,7 +97,7 @@ def _means(plan: Plan, of_storage: Sequence[Fate]) -> str:
 
 
 def _key_figures(plan: Plan, measured: Measured | None) -> str:
-    """Return the tiles and the bar chart of sizes; what was measured stands before what was predicted."""
+    """Return the tiles and the bar chart of sizes; measurements stand before predictions."""
     bounds = plan.bounds
     found = (
         f"a plan was found down to {_size(bounds.least_budget_found_bytes)}"

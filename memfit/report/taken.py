@@ -20,13 +20,13 @@ class Taken:
     """The bytes that a plan takes of its device.
 
     On a GPU these are the bytes that torch's allocator takes from the device, an arena among them; the budget covers
-    all but CUDA's context. On a CPU nothing is kept for later requests: what is reserved is what is live or, with an
-    arena, the arena and what is live beside it.
+    all but CUDA's context. On a CPU nothing is kept for later requests: the reserved bytes are the live bytes or, with
+    an arena, the arena and the live bytes beside it.
 
     Attributes:
         resident_bytes: parameters, buffers, optimizer state and batch.
         plan_bytes: the most that is live beside them.
-        library_bytes: what libraries keep, and what else is not the graph's.
+        library_bytes: workspaces that libraries keep, and all else that is not the graph's.
         fragmentation_bytes: gaps in the layout, and what torch's allocator leaves unused, in the memory that serves it.
         reserved_bytes: the sum of these.
         by_mode: the same sum in each of MODES; empty for a plan that is not for a GPU.

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
-    """An error of a rank, as others are told it: errors of memfit keep their class and what they carry."""
+    """An error of a rank, as it is sent to the others: errors of memfit keep their class and their attributes."""
 
     kind: type[MemfitError]
     message: str

@@ -104,7 +104,8 @@ def fastest(
         whole: the function as it is.
         others: returns its other forms, with the seconds of their ops.
         make: plans a form.
-        graph_of, plan_of: say what a form's graph is, and the plan of what was made.
+        graph_of: returns the graph of a form.
+        plan_of: returns the plan of a result of `make`.
 
     Raises:
         NoPlanError: no form has a plan that fits; the error of the one that came closest.

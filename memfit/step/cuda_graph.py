@@ -240,7 +240,7 @@ class StepGraphs:
     ) -> _Replayable:
         """Capture a call, compare its replays with planned steps, and leave the state as it was."""
         step, captured = self._step, program.prepared.captured
-        _require_on_device(program, arguments)
+        require_on_device(program, arguments)
         before = StepState.take(step, captured.generators)
         states = PhiloxStates(self._device)
         try:
@@ -309,7 +309,7 @@ def _inputs(program: StepProgram) -> set[int]:
     return {position for position, storage in enumerate(half.takes) if storage in inputs}
 
 
-def _require_on_device(program: StepProgram, arguments: Sequence[torch.Tensor]) -> None:
+def require_on_device(program: StepProgram, arguments: Sequence[torch.Tensor]) -> None:
     """Refuse a program that reads or makes tensors elsewhere than on its device, writes to its batch, or offloads."""
     captured = program.prepared.captured
     device: torch.device = captured.binding.device

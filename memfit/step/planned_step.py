@@ -226,7 +226,13 @@ class PlannedStep(Step):
         return self.step.across.no_sync()
 
     def measure(self, batch: Any = None, *, repeats: int | None = None) -> Measured:
-        """As of any `Step`; the note also says where the ops were measured in a busy moment."""
+        """As of any `Step`; the note also says where the ops were measured in a busy moment.
+
+        Args:
+            batch: of all measured steps; None is the one that the step was made with.
+            repeats: turns of a planned and an eager step; None takes turns until the spread is small, see
+                `Step.measure`.
+        """
         measured = super().measure(batch, repeats=repeats)
         predicted, eager = self.plan.unplanned.seconds, measured.baseline_step_seconds
         note = measured.note

@@ -56,11 +56,22 @@ class Planning:
     """Where the costs of a captured step and its plan come from: each op is measured, and a plan is searched."""
 
     def with_costs(self, captured: Captured, settings: Settings) -> Captured:
-        """Return the step finished on its device, with the seconds and the workspace of each op."""
+        """Return the step finished on its device, with the seconds and the workspace of each op.
+
+        Args:
+            captured: the step, observed on its device.
+            settings: its `on_stage` is called.
+        """
         return with_costs(captured, settings)
 
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-        """Return a plan of the step with its costs that fits as its bytes are placed (see `plan_as_placed`)."""
+        """Return a plan of the step with its costs that fits as its bytes are placed (see `plan_as_placed`).
+
+        Args:
+            captured: the step, with its costs.
+            settings: of the plan.
+            bytes_outside: bytes on the device beside the graph's, which the budget covers, too.
+        """
         at = captured.binding.device
         device = settings.device or linked_device(at, settings.host_budget_bytes, settings.host_dir)
         return plan_as_placed(
@@ -71,7 +82,14 @@ class Planning:
         )
 
     def searched(self, graph: Graph, device: Device, settings: Settings, bytes_outside: int) -> Plan:
-        """Return a plan for the settings' budget, however its bytes are placed."""
+        """Return a plan for the settings' budget, however its bytes are placed.
+
+        Args:
+            graph: with seconds and workspaces.
+            device: to plan for.
+            settings: budgets, planner and its options.
+            bytes_outside: bytes on the device beside the graph's, which the budget covers, too.
+        """
         return make_plan(graph, device, settings, bytes_outside)
 
 

@@ -185,7 +185,13 @@ def make_step_program(
 
 
 def bytes_outside(step: TrainingStep, captured: Captured, settings: Settings) -> int:
-    """Return the bytes on the device that a captured step does not touch, and that are there beside it."""
+    """Return the bytes on the device that a captured step does not touch, and that are there beside it.
+
+    Args:
+        step: with the user's model and optimizer.
+        captured: of it.
+        settings: of the plan; a CUDA graph's own batch and results count, too.
+    """
     graph_bytes = _bytes_of_graph(captured) if settings.cuda_graph else 0
     return bytes_of_others(step, captured) + _library_bytes(captured) + graph_bytes
 

@@ -76,7 +76,7 @@ def _temporary_folder() -> Path:
             return path
     with suppress(OSError):
         return Path(tempfile.mkdtemp(prefix="memfit-"))
-    return path  # cannot be written: who tries is told
+    return path  # cannot be written: an attempt raises an error
 
 
 def read_bytes(path: Path) -> bytes:
@@ -88,8 +88,13 @@ def read_bytes(path: Path) -> bytes:
     return b"".join(read_chunks(path))
 
 
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """Return the content of `path` in order, in chunks of at most 16 MiB. It is opened once, as a pipe has to be.
+def read_chunks(path: Path, *, chunk_bytes: int = _CHUNK_BYTES, most_bytes: int = _MOST_FILE_BYTES) -> Iterator[bytes]:
+    """Return the content of `path` in order, in chunks. It is opened once, as a pipe has to be.
+
+    Args:
+        path: of the file.
+        chunk_bytes: the most of one chunk.
+        most_bytes: of all, after decompression.
 
     Raises:
         InvalidFileError: as `read_bytes`.
@@ -99,12 +104,10 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         with open(path, "rb") as file:
             whole = _Rest(begin=file.read(len(_GZIP_MAGIC)), file=file)
             content: Any = gzip.GzipFile(fileobj=whole) if whole.begin == _GZIP_MAGIC else whole  # pyright: ignore
-            while chunk := content.read(_CHUNK_BYTES):
+            while chunk := content.read(chunk_bytes):
                 size_bytes += len(chunk)
-                if size_bytes > _MOST_FILE_BYTES:
-                    raise InvalidFileError(
-                        f"{path}: more than {_MOST_FILE_BYTES} bytes once unpacked; not a memfit file"
-                    )
+                if size_bytes > most_bytes:
+                    raise InvalidFileError(f"{path}: more than {most_bytes} bytes once unpacked; not a memfit file")
                 yield chunk
     except InvalidFileError:  # a ValueError as well
         raise

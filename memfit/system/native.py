@@ -94,7 +94,7 @@ class NativeLibrary:
         return True
 
     def _build_quietly(self) -> None:
-        with suppress(NativeLibraryError):  # who needs the library is told
+        with suppress(NativeLibraryError):  # `file` raises the same error for whoever needs the library
             self.file()
 
     def load(self) -> ctypes.PyDLL:

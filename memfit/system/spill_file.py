@@ -246,14 +246,19 @@ def spill_directory(named: Path | None = None) -> Path:
     )
 
 
-def is_in_memory(directory: Path) -> bool:
-    """Return whether the file system of a directory holds its files in memory."""
-    if not _MOUNTS.exists():
+def is_in_memory(directory: Path, mounts: Path = _MOUNTS) -> bool:
+    """Return whether the file system of a directory holds its files in memory.
+
+    Args:
+        directory: need not exist.
+        mounts: the kernel's list of mounted file systems; if it does not exist, none is in memory.
+    """
+    if not mounts.exists():
         return False
-    rows = [line.split() for line in _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()]
+    rows = [line.split() for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines()]
     path = Path(os.path.realpath(directory))
-    mounts = [(at, row[2]) for row in rows if path.is_relative_to(at := Path(_ESCAPED.sub(_character, row[1])))]
-    return bool(mounts) and max(reversed(mounts), key=lambda mount: len(mount[0].parts))[1] in _IN_MEMORY
+    found = [(at, row[2]) for row in rows if path.is_relative_to(at := Path(_ESCAPED.sub(_character, row[1])))]
+    return bool(found) and max(reversed(found), key=lambda mount: len(mount[0].parts))[1] in _IN_MEMORY
 
 
 def _character(escape: re.Match[str]) -> str:

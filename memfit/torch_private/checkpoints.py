@@ -34,9 +34,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def tell_mismatch(told: Callable[[Exception], Exception]) -> None:
-    """Let a checkpoint whose second forward pass begins here, and saves others than the first one, raise what is told.
+    """Replace the error of a checkpoint whose second forward pass begins here and saves other tensors than the first.
 
-    Torch looks at it after the pass, where nobody can say whose it was.
+    Torch compares after the pass, where it is no longer known whose pass it was.
 
     Args:
         told: returns an error for torch's.

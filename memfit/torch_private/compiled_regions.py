@@ -26,7 +26,7 @@ class _Thread(threading.local):
     Attributes:
         begins: whether the present region is about to begin.
         depth: of regions, one inside of the other.
-        watchers: what is told of the outermost region's beginning, and returns what to call at its end.
+        watchers: functions called when an outermost region begins; each returns a function to call at its end.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ _inside = Inside(_patch)
 
 
 class CompiledRegions:
-    """A context in which calls of compiled code are told.
+    """A context in which calls of compiled code are reported.
 
     Args:
         begin: called when compiled code is entered from code that is not; returns what to call at its end. An error

@@ -54,8 +54,8 @@ def _name_questions(named: set[CodeType]) -> None:
     if asked:
         where = (f"{code.co_name} in {code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}" for code in asked)
         logging.getLogger("memfit").warning(
-            "memfit: code asks whether it is being compiled (%s): where it then computes otherwise, so do planned "
-            "steps; memfit.fit runs it as eager does",
+            "memfit: code asks whether it is being compiled (%s): where it then computes something else, so do "
+            "planned steps; memfit.fit runs it as eager does",
             ", ".join(where),
         )
 
@@ -185,7 +185,7 @@ _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical"
 
 # Dynamo would take a model that is compiled too often to eager, and does not look whether hooks of modules were added
 # or removed, and functions given other code or defaults. Below DistributedDataParallel it would divide a model at its
-# buckets into graphs that know nothing of each other.
+# buckets into independent graphs.
 _GUARDED = {"skip_nnmodule_hook_guards": False, "assume_dunder_attributes_remain_unchanged": False}
 _SOUND = {
     "recompile_limit": sys.maxsize,

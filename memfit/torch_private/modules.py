@@ -107,7 +107,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[Any, Any], d
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """Return what updates the parameters in an optimizer's `step`, without what torch puts around it.
+    """Return the function that updates the parameters in an optimizer's `step`, without the wrappers of torch.
 
     That is a range for the profiler, hooks, and gradients that are switched off, which takes as long as some updates
     do. Where there are hooks, and where gradients are recorded, it is `step` itself.
@@ -177,8 +177,8 @@ def before_calls(
 ) -> list[RemovableHandle]:
     """Let `call(module, args, kwargs)` run before each call of any module that `wants(module)` is true of.
 
-    PyTorch's hooks on all modules get no arguments by name: a module that is wanted says for this call that one of
-    them does.
+    PyTorch's hooks on all modules get no arguments by name: the module to be caught is marked for this call as
+    having a hook that takes them.
 
     Args:
         wants: asked before each call of a module in the process.

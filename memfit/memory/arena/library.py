@@ -195,7 +195,12 @@ class ArenaLibrary:
         return Counts(**dict(zip(names, counts, strict=True))), requests
 
     def seen(self, handle: int, requests: int) -> Recording:
-        """Return the requests of the last step, of which there were so many."""
+        """Return the requests of the last step.
+
+        Args:
+            handle: the arena.
+            requests: how many there were, as `end_step` returned it.
+        """
         sizes, ends = np.empty(requests, np.int64), np.empty(requests, np.int64)
         self.library.memfit_arena_seen(handle, as_pointer(sizes), as_pointer(ends))
         return Recording(sizes_bytes=sizes, ends=ends)
@@ -213,12 +218,23 @@ class ArenaLibrary:
         self.library.memfit_arena_set_plan(handle, number, len(arrays[0]), *map(as_pointer, arrays))
 
     def set_places(self, handle: int, number: int, places: Places) -> None:
-        """Set the places with this number, as `set_plan` does."""
+        """Set the places with this number.
+
+        Args:
+            handle: the arena.
+            number: replaces the places or the plan that had it, if there were any.
+            places: sizes and addresses, by the instruction at which a request is made.
+        """
         arrays = [np.ascontiguousarray(array, np.int64) for array in places.arrays()]
         self.library.memfit_arena_set_places(handle, number, *map(as_pointer, arrays))
 
     def seen_places(self, handle: int, requests: int) -> Seen:
-        """Return the requests of the last step, which had places, and of which there were so many."""
+        """Return the requests of the last step, which had places.
+
+        Args:
+            handle: the arena.
+            requests: how many there were, as `end_step` returned it.
+        """
         arrays = [np.empty(requests, np.int64) for _ in range(5)]
         self.library.memfit_arena_seen_places(handle, *map(as_pointer, arrays))
         begun_at = np.empty(self.library.memfit_arena_begun_at(handle, None), np.int64)

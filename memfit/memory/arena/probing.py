@@ -147,7 +147,7 @@ def _first_update(
 
 
 def _recorded(library: ArenaLibrary, run: Callable[[], Any]) -> Recording:
-    """Return what a call requests; what it returns is kept until the end."""
+    """Return the requests of a call, whose result is kept until the recording ends."""
     handle = library.create()
     returned: Any = None
     try:

@@ -31,7 +31,7 @@ class OnHost(HostCopy):
 
     __slots__ = ("__weakref__", "_places", "_taken", "coming", "seconds_back")
 
-    def __init__(self, places: _Places, size_bytes: int, source: torch.Tensor, seconds_back: float) -> None:
+    def __init__(self, places: HostPlaces, size_bytes: int, source: torch.Tensor, seconds_back: float) -> None:
         self.seconds_back = seconds_back
         self.coming: torch.Tensor | None = None
         self._source = None  # there is nothing to wait for, if no copy can begin
@@ -65,7 +65,7 @@ class OnHost(HostCopy):
         return tensor
 
 
-class _Places:
+class HostPlaces:
     """The places in a slab.
 
     Attributes:
@@ -126,7 +126,7 @@ class Host:
         self.rates = link_rates(device, directory)
         self._alignment_bytes = alignment_bytes(device)
         whole_bytes = budget_bytes // self._alignment_bytes * self._alignment_bytes
-        self._places: _Places | None = _Places(make_slab(device, whole_bytes, directory))
+        self._places: HostPlaces | None = HostPlaces(make_slab(device, whole_bytes, directory))
 
     def seconds(self, size_bytes: int) -> float:
         """Return the seconds of a copy to the host and back."""

@@ -42,11 +42,21 @@ class Slab(Protocol):
     size_bytes: int
 
     def write(self, source: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy of a tensor's storage to an offset."""
+        """Start the copy of a tensor's storage to an offset.
+
+        Args:
+            source: on the device, all of its storage.
+            offset: in the slab, in bytes.
+        """
         ...
 
     def read(self, target: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy from an offset to a tensor's storage."""
+        """Start the copy from an offset to a tensor's storage.
+
+        Args:
+            target: on the device, all of its storage.
+            offset: in the slab, in bytes.
+        """
         ...
 
     def settle(self) -> None:

@@ -181,7 +181,13 @@ class _Decisions:
         return self.best.proven or self.best.height_bytes <= capacity_bytes or self.best.bound_bytes > capacity_bytes
 
     def decide(self, capacity_bytes: int, nodes: int, orders: list[NDArray[np.float64]]) -> Steps:
-        """Search with each order at once, in steps of about a millisecond, until one ends or all have so many nodes."""
+        """Search with all orders at once, in steps of about a millisecond, until one ends or all nodes are visited.
+
+        Args:
+            capacity_bytes: of the layouts that are looked for.
+            nodes: to visit in each search at most.
+            orders: float64[blocks] for each search: blocks with larger keys are tried first.
+        """
         units, chunk = capacity_bytes // self.unit, max(16, STEP_WORK // self.node_work)
         trees = self.trees[: len(orders)]
         for tree, keys in zip(trees, orders, strict=True):

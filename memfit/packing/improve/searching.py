@@ -40,7 +40,12 @@ class Best:
         return self.height_bytes <= self.bound_bytes
 
     def offer(self, offsets_bytes: Offsets, packer: str) -> None:
-        """Take this layout if it is lower than the best; `packer` is the name of the part that found it."""
+        """Take this layout if it is lower than the best.
+
+        Args:
+            offsets_bytes: int64[blocks].
+            packer: the part that found it.
+        """
         height_bytes = int((offsets_bytes + self.sizes_bytes).max(initial=0))
         if height_bytes < self.height_bytes:
             self.offsets_bytes, self.height_bytes, self.packer = offsets_bytes.copy(), height_bytes, packer

@@ -34,7 +34,7 @@ def update_at_once_order(graph: Graph) -> tuple[int, ...]:
 
 
 def earlier_ops(graph: Graph) -> list[set[int]]:
-    """Return for each op those that it follows directly: the writers of what it touches, and what `ordered_by` ties."""
+    """Return for each op its direct predecessors: the writers of its storages, and the ops tied by `ordered_by`."""
     earlier: list[set[int]] = []
     last: dict[int | str, int] = {}  # by what ties ops to one another
     for op in graph.ops:

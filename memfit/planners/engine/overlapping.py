@@ -194,9 +194,9 @@ class _Overlap:
         return np.array([*order[:wait], *passed, *chain, *order[place:]], np.int64)
 
     def _touched(self, instruction: Instruction) -> tuple[set[int | str], set[int | str]]:
-        """Return what an instruction writes, frees or copies, and what it reads.
+        """Return the storages that an instruction writes, frees or copies, and those that it reads.
 
-        What ops share whose order is kept counts as written: storages that any op mutates, generators, collectives.
+        Things shared by ops whose order is kept count as written: mutated storages, generators, collectives.
         """
         if isinstance(instruction, CrossBoundary):
             return set(), set()

@@ -104,7 +104,13 @@ class AcrossRanks(Planning):
         return replace(finished, graph=graph)
 
     def plan(self, captured: Captured, settings: Settings, bytes_outside: int) -> Plan:
-        """Return rank 0's plan, for the most bytes outside of any rank."""
+        """Return rank 0's plan, for the most bytes outside of any rank.
+
+        Args:
+            captured: this rank's step, with its costs.
+            settings: of the plan.
+            bytes_outside: bytes on this rank's device beside the graph's.
+        """
         most_outside = max(self._agreement.all("counting bytes", bytes_outside))
         content = self._agreement.from_first(
             "planning", lambda: self._own.plan(captured, settings, most_outside).encode()

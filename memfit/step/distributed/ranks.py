@@ -105,7 +105,7 @@ class ManyRanks(Ranks):
             self._require_reduced()
             number = find()
             number = _NEW if number is None else number
-        except Exception as error:  # noqa: BLE001 (all ranks are told of it, and raise it)
+        except Exception as error:  # noqa: BLE001 (it is sent to all ranks, which raise it)
             number = _FAILED
             failed.append(error)
 

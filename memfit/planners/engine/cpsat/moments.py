@@ -170,7 +170,7 @@ class _Program:
         return writer == op or bool(self.precedes[op, writer])
 
     def _computed_again(self, moment: _Moment, read: list[int], *, is_end: bool) -> tuple[list[Term], int]:
-        """Return the seconds of what is recomputed after a moment for what is read, as terms and a constant.
+        """Return the seconds of recomputing, after a moment, the storages that are read; as terms and a constant.
 
         Up to the end, these are all ops recomputed. Else one storage of each op stands for it.
         """

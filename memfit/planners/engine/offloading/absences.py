@@ -43,6 +43,10 @@ class HostRoom:
         """Add an interval whose copy to the host starts after stop `begun`; return False if the host has no room.
 
         One host copy serves all intervals of a version of a storage, from the first copy to the last read.
+
+        Args:
+            number: of the interval.
+            begun: the stop after which the copy starts.
         """
         row = self._found.intervals[number]
         host_copy, size_bytes = int(row["host_copy"]), int(row["host_bytes"])
@@ -93,7 +97,12 @@ class Absences:
         return outcome.seconds
 
     def choose(self, weights: Weights, limit_bytes: int) -> Outcome:
-        """Choose variables by their scores until the load is at most `limit_bytes`, and place their copies."""
+        """Choose variables by their scores until the load is within a limit, and place their copies.
+
+        Args:
+            weights: of the scores.
+            limit_bytes: of the load on the device.
+        """
         self.found.intervals["chosen"] = False
         self.found.intervals["chosen"][self._chosen(weights, limit_bytes)] = True
         return self.place(limit_bytes)
