@@ -65,8 +65,8 @@ def widest(payload: dict[str, Any]) -> Table:
         ]
         for name, each in named.items()
     ]
-    note = "The largest batch whose training step takes at most 16 GiB, predicted by the model of torch's allocator; "
-    note += "kernels take no workspaces in it."
+    note = "The largest batch, of multiples of eight, whose training step takes at most 16 GiB, predicted by the model "
+    note += "of torch's allocator; kernels take no workspaces in it."
     return head, rows, note
 
 

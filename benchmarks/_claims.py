@@ -93,6 +93,7 @@ FIGURE_6 = ("benchmarks/chen_figures.py", "6")
 FIGURE_7 = ("benchmarks/chen_figures.py", "7")
 TABLE_1 = ("benchmarks/feng_table1.py", "--again")
 CAPTURED = ("benchmarks/arena_captured.py", "--again")
+GROWTH = ("benchmarks/arena_growth.py", "seq2seq", "--again")
 
 
 def captured(*models: str) -> tuple[str, ...]:
@@ -756,22 +757,22 @@ CLAIMS: tuple[Claim, ...] = (
         paper=SEKIYAMA,
         claim="Figure 2c: the pool grows over mini-batches of sentences to the device's capacity, the arena does not",
         module="memfit/packing/portfolio.py",
-        command=captured("seq2seq"),
+        command=GROWTH,
         against="a pool at the capacity of 16 GB",
-        measure=figures.pool_reduction(("seq2seq",), "training", least=0.1),
-        verdict=Verdict.NOT,
-        why="what is stored has one length of sentences, so that the pool does not grow",
+        measure=figures.growth_over_mini_batches(gib=16),
+        verdict=Verdict.OTHER,
+        why="predicted, with drawn lengths of sentences",
     ),
     Claim(
         row="sekiyama-figure-2d",
         paper=SEKIYAMA,
         claim="Figure 2d: inference of seq2seq takes 14.6% less",
         module="memfit/packing/portfolio.py",
-        command=captured("seq2seq"),
+        command=GROWTH,
         against="14.6%",
-        measure=figures.pool_reduction(("seq2seq",), "inference", least=0.0, each=True),
+        measure=figures.generation,
         verdict=Verdict.NOT,
-        why="the network here is smaller than the paper's, and takes little beside whole segments",
+        why=f"parameters are nearly all of it; {BY_THE_MODEL}",
     ),
     Claim(
         row="sekiyama-figure-3a",
@@ -794,6 +795,17 @@ CLAIMS: tuple[Claim, ...] = (
         measure=figures.arena_times(CNNS, "inference"),
         verdict=Verdict.OTHER,
         why=f"{ON_A_CPU}; BN-Inception for GoogLeNet",
+    ),
+    Claim(
+        row="sekiyama-wider-batches",
+        paper=SEKIYAMA,
+        claim="Section 5.2: a larger mini-batch fits the same device",
+        module="memfit/packing/portfolio.py",
+        command=("benchmarks/arena_growth.py", "widest", "--again"),
+        against="64 images of Inception-ResNet in place of 32, in 16 GB",
+        measure=figures.wider_batches,
+        verdict=Verdict.OTHER,
+        why=f"less is gained; {BY_THE_MODEL}",
     ),
     Claim(
         row="sekiyama-larger-batch",
@@ -864,11 +876,11 @@ CLAIMS: tuple[Claim, ...] = (
         paper=SEKIYAMA,
         claim="Figure 4b: for seq2seq the heuristic takes much longer in inference, as 100 words are generated",
         module="memfit/packing/portfolio.py",
-        command=captured("seq2seq"),
+        command=GROWTH,
         against="more blocks in inference than in training",
         measure=figures.inference_is_dearer,
         verdict=Verdict.NOT,
-        why="what is captured is a forward pass over given words; the paper's generates 100",
+        why="layers are unrolled into kernels of single words here, also in training, which has the more blocks",
     ),
     Claim(
         row="dqn-figure-1",

@@ -8,7 +8,8 @@ the arena, whose layouts (one for each mini-batch) share one piece of memory.
 The network is that of Chainer's example: three LSTM layers of 1,024 units, vocabularies of 40,000 words, sentences of
 up to 50 words, without padding; inference generates 100 words. WMT15 is not on this machine: the lengths are drawn.
 
-`widest`: the largest batch whose training step fits the 16 GiB of the paper's P100, with the pool and with the arena.
+`widest`: the largest batch, a multiple of eight, whose training step fits the 16 GiB of the paper's P100, with the pool
+and with the arena.
 
     python benchmarks/arena_growth.py
     python benchmarks/arena_growth.py widest --models resnet50
@@ -48,7 +49,7 @@ MINI_BATCHES = 10
 BATCHES = (32, 64, 128, 256)
 GENERATED, SOURCE = 100, 25  # words of an inference
 CARD_BYTES = 16 * GIB
-MOST_BATCH = 512
+MOST_BATCH, BATCHES_OF = 4096, 8
 SOLVER_SECONDS = 2.0
 WAYS = ("pool", "expandable", "arena")
 
@@ -87,15 +88,15 @@ def after_mini_batches(batch: int) -> dict[str, Any]:
     highest_bytes = max(height for height, _ in layouts)
     paged = AllocatorSettings(expandable_segments=True)
     found = {
-        "pool": _after_each(steps, None, None),
-        "expandable": _after_each(steps, paged, None),
-        "arena": _after_each(steps, paged, highest_bytes),
-        "exact": _in_exact_pool(steps),
+        "pool": after_each(steps, None, None),
+        "expandable": after_each(steps, paged, None),
+        "arena": after_each(steps, paged, highest_bytes),
+        "exact": in_exact_pool(steps),
     }
     return {"blocks": [blocks for _, blocks in layouts], "highest_bytes": highest_bytes, "after_bytes": found}
 
 
-def _after_each(
+def after_each(
     steps: list[tuple[Graph, Schedule]], settings: AllocatorSettings | None, arena_bytes: int | None
 ) -> list[int]:
     """Return the bytes that are reserved after each of several different steps of one model."""
@@ -104,7 +105,7 @@ def _after_each(
     return [int(reserved_bytes[end - 1]) for end in ends]
 
 
-def _in_exact_pool(steps: list[tuple[Graph, Schedule]]) -> list[int]:
+def in_exact_pool(steps: list[tuple[Graph, Schedule]]) -> list[int]:
     """Return the same of a pool that divides no block: one serves requests of its own size, in pages of 512 bytes."""
     events, ends = _one_after_another(steps, None)
     free, sizes, found = Counter[int](), dict[int, int](), list[int]()
@@ -169,12 +170,12 @@ def widest(name: str) -> dict[str, Any]:
 
 
 def _last(holds: Callable[[int], bool]) -> int:
-    """Return the largest batch for which something holds that holds for all smaller ones."""
-    low, high = 0, 64
+    """Return the largest multiple of eight for which something holds that holds for all smaller ones."""
+    low, high = 0, 8 * BATCHES_OF
     while high < MOST_BATCH and holds(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
+    while high - low > BATCHES_OF:
+        middle = (low + high) // (2 * BATCHES_OF) * BATCHES_OF
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 

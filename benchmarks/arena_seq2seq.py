@@ -115,13 +115,13 @@ class Sentences(NamedTuple):
 class PapersSeq2seq(nn.Module):
     """Encoder and decoder of three LSTM layers each, as Chainer's example has them: sentences end when they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = PAPERS_VOCABULARY, units: int = PAPERS_UNITS) -> None:
         super().__init__()
-        self.source_words = nn.Embedding(PAPERS_VOCABULARY, PAPERS_UNITS)
-        self.target_words = nn.Embedding(PAPERS_VOCABULARY, PAPERS_UNITS)
-        self.encoder = nn.ModuleList(nn.LSTMCell(PAPERS_UNITS, PAPERS_UNITS) for _ in range(PAPERS_LAYERS))
-        self.decoder = nn.ModuleList(nn.LSTMCell(PAPERS_UNITS, PAPERS_UNITS) for _ in range(PAPERS_LAYERS))
-        self.output = nn.Linear(PAPERS_UNITS, PAPERS_VOCABULARY)
+        self.source_words, self.target_words = (nn.Embedding(vocabulary, units) for _ in range(2))
+        self.encoder, self.decoder = (
+            nn.ModuleList(nn.LSTMCell(units, units) for _ in range(PAPERS_LAYERS)) for _ in range(2)
+        )
+        self.output = nn.Linear(units, vocabulary)
 
     def loss_of(self, batch: Sentences) -> torch.Tensor:
         """Return the mean cross entropy of each next word; the logits of all words are made at once."""
@@ -135,7 +135,7 @@ class PapersSeq2seq(nn.Module):
 
     def encode(self, source: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return each layer's last states of all sentences, [layers, sentences, units], hidden ones and cells."""
-        zeros = self.source_words.weight.new_zeros(PAPERS_LAYERS, len(source[0]), PAPERS_UNITS)
+        zeros = self.output.weight.new_zeros(PAPERS_LAYERS, len(source[0]), self.output.in_features)
         state, ended = [zeros, zeros], list[list[torch.Tensor]]()
         for word in source:
             ended.append([each[:, len(word) :] for each in state])

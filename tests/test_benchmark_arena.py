@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts import one another as scripts do
 
 import _record
 import arena_captured
+import arena_growth
+import arena_seq2seq
 import tables
+
+from memfit import TrainingStep
 
 CASES = [("alexnet", 32), ("alexnet", None), ("googlenet", 32), ("bninception", 32)]
 
@@ -23,6 +28,29 @@ def test_the_arena_is_as_low_as_the_peak_of_live_bytes(name: str, batch: int | N
     assert result["proven"]
     assert 1.0 <= result["arena_over_peak"] <= arena_captured.MOST_RATIO
     assert result["peak_live_bytes"] <= result["arena_bytes"] < result["apart_bytes"]
+
+
+def test_sentences_without_padding_are_trained_on_as_one_by_one() -> None:
+    lengths = [(3, 2), (1, 4), (4, 1), (3, 3)]
+    torch.manual_seed(0)
+    model = arena_seq2seq.PapersSeq2seq(vocabulary=11, units=8).double()
+    whole = model.loss_of(arena_seq2seq.sorted_words(lengths))
+    alone = [model.loss_of(arena_seq2seq.sorted_words([each])) * each[1] for each in lengths]
+    torch.testing.assert_close(whole, torch.stack(alone).sum() / sum(target for _, target in lengths))
+
+
+def test_only_the_arena_takes_no_more_after_steps_of_other_sizes() -> None:
+    def step(rows: int) -> TrainingStep:
+        model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 512))
+        return TrainingStep(model=model, loss=lambda model, batch: model(batch).sum(), batch=torch.ones(rows, 512))
+
+    steps = [arena_growth.unplanned(step(rows)) for rows in (2048, 3000, 2500, 3100)]
+    highest_bytes = max(arena_growth.laid_out(*each)[0] for each in steps)
+    pool, arena = (arena_growth.after_each(steps, None, height) for height in (None, highest_bytes))
+    exact = arena_growth.in_exact_pool(steps)
+    assert exact == sorted(set(exact)) and len(exact) == len(steps), "no block serves a step of another size"
+    assert pool[0] < pool[-1] < exact[-1]
+    assert set(arena) == {arena[0]} and arena[0] <= pool[-1]
 
 
 def result(**figures: Any) -> dict[str, Any]:
