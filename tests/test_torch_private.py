@@ -89,7 +89,7 @@ from memfit.torch_private.checkpoints import (
     schema_of,
     tell_mismatch,
 )
-from memfit.torch_private.compiled_regions import CompiledRegions, compiled_as_eager, set_aside
+from memfit.torch_private.compiled_regions import CompiledRegions, compiled_as_eager
 from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
@@ -1035,9 +1035,8 @@ def test_calls_of_compiled_code_are_told_and_modes_are_off_in_them() -> None:
         ones.neg()
         with CompiledRegions(refuse), pytest.raises(UnsupportedStepError):
             inner(ones)
-        modes, put_on = set_aside(UnwrappedMode)
-        assert [type(mode) for mode in modes] == [Counting] and not has_modes()
-        put_on()
+        with switched_off(lambda mode: isinstance(mode, UnwrappedMode)) as modes:
+            assert [type(mode) for mode in modes] == [Counting] and not has_modes()
         ones.neg()
     neg = "aten.neg.default"
     assert seen == ["aten.add.Tensor", neg, *["compiled"] * 3, neg, "compiled", neg, neg]
@@ -1250,7 +1249,7 @@ def test_a_mode_is_taken_off_and_put_on_again() -> None:
     assert not is_innermost(mode)
     with mode:
         assert is_innermost(mode)
-        with switched_off(mode):
+        with switched_off(lambda each: each is mode):
             x.sin()
             assert not is_on(mode) and Counts.count == 0
             with switched_on(mode):

@@ -139,7 +139,7 @@ class Aside:
         self.is_off, live_bytes = True, contents.live_bytes()
         usage = None
         try:
-            with switched_off(self._mode), nullcontext() if was_off else record(_CPU) as usage:
+            with switched_off(lambda mode: mode is self._mode), nullcontext() if was_off else record(_CPU) as usage:
                 yield
         except torch.OutOfMemoryError:
             raise_refusal(contents)
