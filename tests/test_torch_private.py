@@ -116,7 +116,6 @@ from memfit.torch_private.guarding import (
     TensorAddresses,
     TensorMetadata,
     dict_version,
-    leaf_hooks,
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
@@ -126,10 +125,10 @@ from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
     gradient_hooks,
-    has_accumulation_hooks,
     has_lazy_parameters,
     hooks_on_all_modules,
     is_compiled,
+    leaf_hooks,
     module_hooks,
     module_tables,
     optimizer_hooks,
@@ -490,17 +489,15 @@ def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
     assert buffers["running_mean"] is module.running_mean
     assert not gradient_hooks(module.weight)
     assert leaf_hooks(module.weight) == (None, None)
-    assert not has_accumulation_hooks(module.weight)
     module.weight.register_hook(torch.neg)
     module.weight.register_hook(torch.abs)
     assert list(gradient_hooks(module.weight).values()) == [torch.neg, torch.abs]
     handle = module.weight.register_post_accumulate_grad_hook(lambda _parameter: None)
-    assert has_accumulation_hooks(module.weight)
     gradient, accumulation = leaf_hooks(module.weight)
     assert list((gradient or {}).values()) == [torch.neg, torch.abs]
     assert len(accumulation or {}) == 1
     handle.remove()
-    assert not has_accumulation_hooks(module.weight)
+    assert not leaf_hooks(module.weight)[1]
 
 
 def test_the_modules_in_a_module() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.training_step import parameters_of
+from memfit.capture.training_step import parameters_of, states_of
 from memfit.cost.gpu_timing import synchronize
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.footprint import footprint
@@ -176,10 +176,7 @@ def _resident_bytes(
     step: TrainingStep, batch: Any, device: torch.device, constants: Sequence[torch.Tensor] = ()
 ) -> int:
     parameters, buffers = own_tensors(step.model)
-    tensors: list[Any] = [*parameters, *buffers, *constants]
-    if step.optimizer is not None:
-        tensors += parameters_of(step.optimizer)
-        tensors += [value for state in step.optimizer.state.values() for value in state.values()]
+    tensors = [*parameters, *buffers, *constants, *parameters_of(step.optimizer), *states_of(step.optimizer)]
     kept_bytes = 0 if step.across is None else step.across.kept_bytes
     return kept_bytes + sum((_batch_storages(batch, device) | footprint(tensors, device)).values())
 
