@@ -13,7 +13,7 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.capture.training_step import parameters_of, states_of
-from memfit.cost.gpu_timing import synchronize
+from memfit.cost.gpu_timing import now
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.footprint import footprint
 from memfit.memory.place import span_bytes
@@ -211,8 +211,6 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
+    started = now(device)
     run(batch)
-    synchronize(device)
-    return time.perf_counter() - started
+    return now(device) - started
