@@ -20,7 +20,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +31,19 @@ import torch
 from _process import answer_if_child, in_fresh_process
 from _record import load, result_path, store
 
+from memfit.capture import Captured, TrainingStep
+from memfit.capture.generators import SaveGeneratorState
 from memfit.cost.link import link_rates
 from memfit.doors.step import fit_step
+from memfit.kernels.program import make_program
 from memfit.memory.snapshot import left_as_it_was
+from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.simulate import simulate
 from memfit.simulate.overlap import simulated_transfers
 from memfit.step.planned_step import PlannedStep
-from memfit.step.step_program import op_seconds
+from memfit.step.step_program import fetchers
+from memfit.torch_private.tensors import tree_flatten
 from memfit.workloads import build
 
 CPU = torch.device("cpu")
@@ -91,7 +98,7 @@ def compared(
     ops = (msgspec.structs.replace(op, seconds=op_seconds.get(op.name, op.seconds)) for op in plan.graph.ops)
     device = msgspec.structs.replace(plan.device, **link)
     in_place = simulate(msgspec.structs.replace(plan.graph, ops=tuple(ops)), plan.schedule, device)
-    transfers = simulated_transfers(in_place, plan.schedule)
+    transfers = simulated_transfers(in_place, plan.graph, plan.schedule)
     step_seconds, stall_seconds, overlap_seconds = (trimmed_mean(column) for column in zip(*runs, strict=True))
     seconds = {
         "step": (in_place.makespan_seconds, step_seconds),
@@ -115,6 +122,41 @@ def compared(
             name: (guess - real) / step_seconds for name, (guess, real) in seconds.items()
         },
     }
+
+
+def op_seconds(step: TrainingStep, captured: Captured, plan: Plan) -> tuple[float, ...]:
+    """Run all ops of a plan on the step's batch, and return the seconds of each in its place in the step.
+
+    An op that is computed several times gets the mean. Ops that are measured one by one find other caches and other
+    free memory. Outputs are dropped. Only for a CPU, as a GPU's ops run later, and for a plan that offloads nothing.
+    """
+    seconds: list[list[float]] = [[] for _ in plan.graph.ops]
+
+    def timed(op: int, target: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(target)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            returned = target(*args, **kwargs)
+            seconds[op].append(time.perf_counter() - began)
+            return returned
+
+        return target if isinstance(target, SaveGeneratorState) else call
+
+    calls = tuple(
+        replace(
+            call,
+            target=timed(call.op, call.target),
+            in_place_forms={
+                read: replace(form, target=timed(call.op, form.target)) for read, form in call.in_place_forms.items()
+            },
+        )
+        for call in captured.binding.calls
+    )
+    timing = replace(captured, binding=replace(captured.binding, calls=calls))
+    (half,) = make_program(timing, plan.schedule, [list(captured.binding.outputs.values())]).halves
+    leaves = tree_flatten(step.batch)[0]
+    half.function([fetch(leaves) for fetch in fetchers(step.model, captured, half.takes)])
+    return tuple(statistics.mean(each) if each else 0.0 for each in seconds)
 
 
 def in_turns(

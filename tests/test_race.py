@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,14 +19,11 @@ class Hand:
 
     now: float = 0.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
 
 @pytest.fixture
 def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
     hand = Hand()
-    monkeypatch.setattr(race, "time", SimpleNamespace(perf_counter=hand.perf_counter))
+    monkeypatch.setattr(race, "now", lambda _device: hand.now)
     return hand
 
 

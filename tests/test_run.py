@@ -118,7 +118,7 @@ def test_logits_of_a_script_are_computed_by_rows(tmp_path: Path) -> None:
         (["--budget", "6GiB", "-m", "no.such.module"], "no.such.module"),
         (["--budget", "much", "x.py"], "not a size"),
         (["--budget", "6GiB", "--door", "front", "x.py"], "expected one of auto, checkpoint, eager"),
-        (["--budget", "6GiB", "--report", "no/such/folder.html", "x.py"], "folder that exists"),
+        (["--budget", "6GiB", "--report", "no/such/folder.html", "x.py"], "there is no folder"),
         (["x.py"], "--budget"),
     ],
 )

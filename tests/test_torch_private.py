@@ -89,7 +89,7 @@ from memfit.torch_private.checkpoints import (
     schema_of,
     tell_mismatch,
 )
-from memfit.torch_private.compiled_regions import CompiledRegions, compiled_as_eager, set_aside
+from memfit.torch_private.compiled_regions import CompiledRegions, compiled_as_eager
 from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
@@ -116,7 +116,6 @@ from memfit.torch_private.guarding import (
     TensorAddresses,
     TensorMetadata,
     dict_version,
-    leaf_hooks,
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
@@ -126,10 +125,10 @@ from memfit.torch_private.modules import (
     eager_call,
     global_module_hooks,
     gradient_hooks,
-    has_accumulation_hooks,
     has_lazy_parameters,
     hooks_on_all_modules,
     is_compiled,
+    leaf_hooks,
     module_hooks,
     module_tables,
     optimizer_hooks,
@@ -490,17 +489,15 @@ def test_tables_of_a_module_and_hooks_of_its_parameters() -> None:
     assert buffers["running_mean"] is module.running_mean
     assert not gradient_hooks(module.weight)
     assert leaf_hooks(module.weight) == (None, None)
-    assert not has_accumulation_hooks(module.weight)
     module.weight.register_hook(torch.neg)
     module.weight.register_hook(torch.abs)
     assert list(gradient_hooks(module.weight).values()) == [torch.neg, torch.abs]
     handle = module.weight.register_post_accumulate_grad_hook(lambda _parameter: None)
-    assert has_accumulation_hooks(module.weight)
     gradient, accumulation = leaf_hooks(module.weight)
     assert list((gradient or {}).values()) == [torch.neg, torch.abs]
     assert len(accumulation or {}) == 1
     handle.remove()
-    assert not has_accumulation_hooks(module.weight)
+    assert not leaf_hooks(module.weight)[1]
 
 
 def test_the_modules_in_a_module() -> None:
@@ -1035,9 +1032,8 @@ def test_calls_of_compiled_code_are_told_and_modes_are_off_in_them() -> None:
         ones.neg()
         with CompiledRegions(refuse), pytest.raises(UnsupportedStepError):
             inner(ones)
-        modes, put_on = set_aside(UnwrappedMode)
-        assert [type(mode) for mode in modes] == [Counting] and not has_modes()
-        put_on()
+        with switched_off(lambda mode: isinstance(mode, UnwrappedMode)) as modes:
+            assert [type(mode) for mode in modes] == [Counting] and not has_modes()
         ones.neg()
     neg = "aten.neg.default"
     assert seen == ["aten.add.Tensor", neg, *["compiled"] * 3, neg, "compiled", neg, neg]
@@ -1250,7 +1246,7 @@ def test_a_mode_is_taken_off_and_put_on_again() -> None:
     assert not is_innermost(mode)
     with mode:
         assert is_innermost(mode)
-        with switched_off(mode):
+        with switched_off(lambda each: each is mode):
             x.sin()
             assert not is_on(mode) and Counts.count == 0
             with switched_on(mode):

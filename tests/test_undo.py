@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 from chains import chain, network, problem
 from devices import LINKED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from retention_audit import audit
 from strategies import graphs
 
 from memfit.graph import Graph
 from memfit.plan import Problem
-from memfit.planners.engine.annealing.run import AnnealRun
+from memfit.planners.engine.annealing.loop import anneal
+from memfit.planners.engine.annealing.state import make_annealing_state
 from memfit.planners.engine.order import update_at_once_order
 from memfit.planners.engine.peak_reducing_order import peak_reducing_order
 from memfit.planners.engine.retention import undo
-from memfit.planners.engine.retention.audit import audit
 from memfit.planners.engine.retention.decisions import Retention, held_bytes, keep_everything, simulated
 from memfit.planners.engine.retention.instance import FREE, Instance, build_instance
 from memfit.planners.engine.retention.live_bytes import settle_bytes
@@ -64,10 +64,14 @@ def test_every_move_of_a_random_graph_leaves_the_state_of_a_fresh_simulation(gra
 )
 def test_every_move_of_an_annealing_is_audited_and_leaves_the_state_of_a_fresh_simulation(graph: Graph) -> None:
     instance = build_instance(problem(graph, 900), update_at_once_order(graph))
-    run = AnnealRun(instance, keep_everything(instance), (1.0, 1e-2), 1, threading.Event())
-    run.audits = True
-    run.run(lambda moves: moves / 300)
-    assert 50 < run.annealing.totals["accepted"][0] < run.annealing.totals["tried"][0] - 50
+    state, annealing = simulated(instance, keep_everything(instance)), make_annealing_state(instance, seed=1)
+    mean_seconds = float(instance.tables.positions["seconds"].mean())
+    annealing.totals["penalty"] = mean_seconds / (0.01 * instance.budget_bytes)
+    annealing.totals["temperature"] = mean_seconds
+    for _ in range(300):
+        anneal(instance.tables, state, annealing, 1, 0.985)
+        audit(instance.tables, state)
+    assert 50 < annealing.totals["accepted"][0] < annealing.totals["tried"][0] - 50
 
 
 @pytest.mark.parametrize("name", NAMES)

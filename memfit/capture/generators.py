@@ -105,14 +105,20 @@ def all_states() -> dict[str, torch.Tensor]:
     return {device: get_state(device) for device in ("cpu", *names)}
 
 
+def set_states(states: Mapping[Any, torch.Tensor]) -> None:
+    """Set generators, each given by itself, or by its device where it is the default one."""
+    for owner, state in states.items():
+        if isinstance(owner, torch.Generator):
+            owner.set_state(state)
+        else:
+            set_state(owner, state)
+
+
 @contextmanager
 def states_kept(handed: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Leave the default generators of all devices in use where they are, and those that are handed to a step's ops."""
-    states, own = all_states(), [(generator, generator.get_state()) for generator in handed]
+    states = {**all_states(), **{generator: generator.get_state() for generator in handed}}
     try:
         yield
     finally:
-        for device, state in states.items():
-            set_state(device, state)
-        for generator, state in own:
-            generator.set_state(state)
+        set_states(states)

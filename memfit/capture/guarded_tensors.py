@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 
 from memfit.capture.guarded_table import Difference
-from memfit.torch_private.guarding import TensorAddresses, TensorMetadata, leaf_hooks
+from memfit.torch_private.guarding import TensorAddresses, TensorMetadata
+from memfit.torch_private.modules import leaf_hooks
 from memfit.torch_private.sharding import local, local_gradient
 from memfit.torch_private.tensors import storage_key
 

@@ -22,8 +22,8 @@ from memfit.capture.reads import Reads
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left
 from memfit.memory.bits import same_bits
-from memfit.torch_private.guarding import GlobalState, leaf_hooks
-from memfit.torch_private.modules import global_module_hooks, module_hooks, module_tables, optimizer_hooks
+from memfit.torch_private.guarding import GlobalState
+from memfit.torch_private.modules import global_module_hooks, leaf_hooks, module_hooks, module_tables, optimizer_hooks
 from memfit.torch_private.sharding import is_sharded
 from memfit.torch_private.tensors import is_plain_dense, storage_key
 

@@ -22,10 +22,11 @@ from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.memory.kept_on_host import is_kept_on_host, on_device
+from memfit.memory.place import span_bytes
 from memfit.system.alive import alive_objects
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.compiled_regions import compiled_as_eager
-from memfit.torch_private.modules import bare_step
+from memfit.torch_private.modules import bare_step, optimizer_hooks
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -120,8 +121,8 @@ def updates_one_by_one(step: TrainingStep) -> bool:
     """Return whether each parameter may be updated as soon as its gradient is complete, with the same bits."""
     optimizer = step.optimizer
     assert optimizer is not None
-    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-    return is_of_torch(optimizer) and not hooks and step.clip_norm is None and step.scaler is None
+    is_plain = is_of_torch(optimizer) and not any(optimizer_hooks(optimizer))
+    return is_plain and step.clip_norm is None and step.scaler is None
 
 
 def updates_many_at_once(group: Mapping[str, Any], device: torch.device) -> bool:
@@ -151,12 +152,10 @@ def overlap(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether two parameters share elements in memory, so that the order of their updates changes bits."""
     ends: dict[int, int] = {}
     for tensor in sorted(parameters, key=torch.Tensor.storage_offset):
-        key = storage_key(tensor)
-        start = int(tensor.storage_offset())
+        key, (start, end) = storage_key(tensor), span_bytes(tensor)
         if start < ends.get(key, 0):
             return True
-        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        ends[key] = start + (extent if tensor.numel() else 0)
+        ends[key] = end
     return False
 
 

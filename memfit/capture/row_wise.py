@@ -10,6 +10,8 @@ import torch
 from memfit.binding import Call, Value, map_values, values_in
 from memfit.capture.reuse import all_laid_out_as
 from memfit.graph import Op, Phase
+from memfit.memory.place import reach
+from memfit.torch_private.tensors import contiguous_strides
 
 _aten = torch.ops.aten
 # The positions of arguments of which each row of the result needs all rows, whatever their shapes.
@@ -113,17 +115,13 @@ def _takes_rows(value: Value, call: Call, rows: int) -> bool:
 
 def _is_plain(value: Value) -> bool:
     """Return whether a result is stored row after row, without gaps, and as it is."""
-    size = 1
-    for extent, stride in zip(reversed(value.shape), reversed(value.stride), strict=True):
-        if extent != 1 and stride != size:
-            return False
-        size *= extent
-    return value.offset == 0 and not value.conjugated and not value.negated
+    is_dense = value.is_strided_as(contiguous_strides(value.shape))
+    return is_dense and value.offset == 0 and not value.conjugated and not value.negated
 
 
 def is_by_rows(value: Value, base: Value) -> bool:
     """Return whether each row of a view lies within the same row of the storage's own tensor."""
     row = base.stride[0]
-    within = value.offset + sum((n - 1) * stride for n, stride in zip(value.shape[1:], value.stride[1:], strict=True))
     same_rows = value.shape[:1] == base.shape[:1] and value.stride[:1] == (row,)
-    return same_rows and value.dtype == base.dtype and within < max(1, row)
+    is_within = reach(value.offset, value.shape[1:], value.stride[1:]) <= max(1, row)
+    return same_rows and value.dtype == base.dtype and is_within

@@ -55,7 +55,7 @@ from memfit.memory.place import lazy_view
 from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.autograd import autocast_watched
 from memfit.torch_private.compiled_regions import CompiledRegions
-from memfit.torch_private.modules import gradient_hooks, has_accumulation_hooks
+from memfit.torch_private.modules import gradient_hooks, leaf_hooks
 from memfit.torch_private.tensors import (
     FakeTensorMode,
     failing_fakes_unlogged,
@@ -294,7 +294,7 @@ class StepRecording:
 
     def _make_fakes(self) -> None:
         for tensor in (*self.step.model.parameters(), *self.step.model.buffers()):
-            if has_accumulation_hooks(tensor):
+            if leaf_hooks(tensor)[1]:
                 raise NoGraphError(
                     f"parameter {self._names.get(tensor, '')!r} has a hook that runs when its gradient is there "
                     "(register_post_accumulate_grad_hook), which a planned step would not run",

@@ -273,7 +273,7 @@ def _computes_nothing(func: Any, args: tuple[Any, ...], returned: Any) -> bool:
     tensors = tensors_in(returned)
     if tensors and all(each.device.type == "meta" for each in tensors):  # a form, of a derivative known to be zero
         return True
-    if not tensors or func is LIFT or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments):
+    if not tensors or func is LIFT or func._schema.is_mutable:
         return False
     if any(tensor.layout is not torch.strided for tensor in (*tensors, *tensors_in(args))):
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,12 +127,19 @@ def mutated_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     if func is _aten.conj_physical_.default and not args[0].is_complex():
         return []
-    mutated: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            mutated += tensors_in(given)
-    return mutated
+    return tensors_in(given_to_write(func._schema, args, kwargs))
+
+
+def given_to_write(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what a call gives for the arguments that its operator writes to.
+
+    Args:
+        schema: of the operator.
+        args: of the call, by position.
+        kwargs: those by name.
+    """
+    given = [(args[at] if at < len(args) else kwargs.get(each.name), each) for at, each in enumerate(schema.arguments)]
+    return [value for value, each in given if each.alias_info is not None and each.alias_info.is_write]
 
 
 def on_its_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,11 @@ def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.nn.Para
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
+def states_of(optimizer: torch.optim.Optimizer | None) -> list[Any]:
+    """Return what an optimizer keeps for its parameters: tensors and numbers; none if there is no optimizer."""
+    return [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+
+
 def clip_and_step(
     optimizer: torch.optim.Optimizer, clip_norm: float | None, scaler: torch.amp.GradScaler | None
 ) -> None:

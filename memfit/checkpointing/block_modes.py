@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit.capture.functionalize import as_cast
+from memfit.capture.traced import given_to_write
 from memfit.checkpointing.seen import CACHED_CAST, NEVER, CallSeen, OpSeen, SpanSeen, StorageSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.system.recorder import taken_bytes
@@ -208,12 +209,7 @@ class BlockMode(UnwrappedMode):
         schema = schema_of(func)
         if not schema.is_mutable or func.namespace in _OF_RANKS:
             return set()
-        written: set[int] = set()
-        for place, argument in enumerate(schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            written |= {key_of(tensor) for tensor in tensors_in(value)}
+        written = {key_of(tensor) for tensor in tensors_in(given_to_write(schema, args, kwargs))}
         foreign = {key for key in written if key not in self.of and key not in self._recorder.own}
         if foreign:
             whose = "its input" if foreign & self._given else "a tensor from outside of it"

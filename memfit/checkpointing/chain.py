@@ -45,7 +45,6 @@ class Link:
         self._is_halved = is_halved
         self._run, self._args, self._kwargs, self._place = run, args, kwargs, place
         self._given, self._before, self._again = given, before, None
-        self._device_type = device.type
         of_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
         self._random = Snapshot(map(of_generator, [torch.default_generator, *of_device]))
         self._casts = [

@@ -19,6 +19,7 @@ from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
+from memfit.memory.bits import as_integers
 from memfit.memory.place import Place
 from memfit.memory.python_places import PythonPlace
 from memfit.memory.snapshot import Snapshot
@@ -220,7 +221,7 @@ class CallSnapshot:
         if tensor.device.type != "cpu":
             return
         if is_plain_dense(tensor) and tensor.is_contiguous() and not is_freed(tensor) and self._reach.has_storages:
-            self._digests.append((tensor, _digest_of(tensor)))
+            self._digests.append((tensor, as_integers(tensor.detach()).sum()))
 
     def _note_draws(self) -> None:
         reach = self._reach
@@ -270,7 +271,7 @@ class CallSnapshot:
             if tensor._version != version or (storage and storage_key(tensor) != storage):
                 raise self._written(self._key_of(tensor))
         for tensor, digest in self._digests:
-            if not torch.equal(_digest_of(tensor), digest):
+            if not torch.equal(as_integers(tensor.detach()).sum(), digest):
                 raise self._written(self._key_of(tensor))
         if self.why_never_again:
             raise UnsupportedStepError(f"block {name!r} {self.why_never_again}")
@@ -320,12 +321,6 @@ def _differs(each: _Buffer) -> bool:
     """Return whether a buffer on a CPU holds other values than its copy."""
     is_read = each.copy is not None and each.storage and each.copy.device.type == "cpu"
     return bool(is_read) and not torch.equal(each.copy, each.tensor)  # pyright: ignore[reportArgumentType]
-
-
-def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = kinds.get(tensor.element_size(), torch.uint8)
-    return tensor.detach().view(kind).sum() if tensor.dim() else tensor.detach().view(1).view(kind).sum()
 
 
 def _of_tables(tables: Sequence[dict[str, Any]]) -> PythonPlace:

@@ -14,6 +14,7 @@ import torch
 from memfit.capture import TrainingStep
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import require_training_context
+from memfit.capture.training_step import states_of
 from memfit.checkpointing.blocks import NO_BLOCKS, find_all
 from memfit.checkpointing.explaining import Explanation
 from memfit.checkpointing.handle import Checkpointed
@@ -41,7 +42,7 @@ from memfit.step.verify import difference_of_eager, first_difference
 from memfit.system.budget import format_bytes, parse_budget
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import own_tensors, uncompiled
-from memfit.torch_private.tensors import bytes_in
+from memfit.torch_private.tensors import bytes_in, tensors_in
 
 _log = logging.getLogger("memfit")
 
@@ -235,8 +236,7 @@ class CheckpointedStep(Step):
 
     def _state_bytes(self) -> int:
         """Return the bytes of the optimizer's state on the device."""
-        states = self.step.optimizer.state.values() if self.step.optimizer is not None else ()
-        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors = tensors_in(states_of(self.step.optimizer))
         return bytes_in([tensor for tensor in tensors if tensor.device.type == self.device.type])
 
     @contextmanager

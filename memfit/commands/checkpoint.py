@@ -16,7 +16,7 @@ from memfit.errors import InvalidOptionError
 from memfit.memory.contract import FIRM
 from memfit.report.formatting import seconds_text
 from memfit.system.budget import format_bytes
-from memfit.system.files import write_atomically
+from memfit.system.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
@@ -56,7 +56,7 @@ def checkpoint(
 
     The policy is for `memfit.checkpoint(model, policy="policy.json")` in the loop.
     """
-    options.require_writable(save)
+    require_writable(save)
     of_workload = options.read_settings(set_, "--set")
     if steps < _LEAST_STEPS:
         raise InvalidOptionError(f"--steps is {steps}, expected at least {_LEAST_STEPS}: the first ones only measure")

@@ -19,6 +19,7 @@ from memfit.planning import DEFAULT_TIME_LIMIT_SECONDS
 from memfit.report.comparison import ComparedPoint, write_comparison
 from memfit.report.formatting import change_text, seconds_text, status_text
 from memfit.system.budget import format_bytes
+from memfit.system.files import require_writable
 
 EXAMPLES = """
 Examples:
@@ -75,7 +76,7 @@ def compare(
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
-    options.require_writable(report)
+    require_writable(report)
     search = options.Search(host_budget=host_budget, host_dir=host_dir, time_limit=time_limit, seed=seed)
     asked = search.settings("100%")
     of_workload = options.read_settings(set_, "--set")

@@ -23,6 +23,7 @@ from memfit.report.formatting import age_text, change_text, count_text, seconds_
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.step.measured import Measured
 from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.files import require_writable
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -64,7 +65,7 @@ def fit(
     as_json: options.Json = False,
 ) -> int:
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
-    options.require_writable(save, report)
+    require_writable(save, report)
     given = _given_plan(budget, plan)
     asked = search.settings(
         given.budget_bytes if given else str(budget), budget_is=budget_is, hard=hard, cuda_graph=cuda_graph

@@ -26,6 +26,7 @@ from memfit.planning import Settings
 from memfit.report.frontier_page import FrontierRow, write_frontier_page
 from memfit.report.ranks import COLUMNS
 from memfit.system.budget import Card, format_bytes, parse_budget
+from memfit.system.files import require_writable
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep
@@ -113,7 +114,7 @@ def batch(
     as_json: options.Json = False,
 ) -> int:
     """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
-    options.require_writable(report)
+    require_writable(report)
     settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
     if len(clusters) > 1:
@@ -153,7 +154,7 @@ def command(
     as_json: options.Json = False,
 ) -> int:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
-    options.require_writable(report)
+    require_writable(report)
     settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
     return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)

@@ -16,7 +16,7 @@ import typer
 
 from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
 from memfit.commands.verbosity import Verbosity
-from memfit.errors import InvalidFileError, InvalidOptionError
+from memfit.errors import InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
@@ -236,14 +236,3 @@ def require_time_limit(seconds: float) -> float:
     if not (math.isfinite(seconds) and seconds > 0):
         raise InvalidOptionError(f"--time-limit is {seconds}, expected a number of seconds above 0")
     return seconds
-
-
-def require_writable(*paths: Path | None) -> None:
-    """Raise InvalidFileError, before any work is done, for a file whose folder is missing, or that is a folder."""
-    for path in paths:
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise InvalidFileError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
-        if path.is_dir():
-            raise InvalidFileError(f"{path}: cannot be written: it is a folder; give a file's name")

@@ -32,6 +32,7 @@ from memfit.report.layout_page import write_layout_html, write_layout_png
 from memfit.report.layout_text import layout_text
 from memfit.report.picture import find_chrome
 from memfit.system.budget import format_bytes
+from memfit.system.files import require_writable
 from memfit.system.shipped import shipped_functions
 
 EXAMPLES = """
@@ -108,7 +109,7 @@ def pack(
     as_json: options.Json = False,
 ) -> int:
     """Give every block of FILE an address, as low as possible. Steps are half-open, [lower, upper)."""
-    options.require_writable(output, picture)
+    require_writable(output, picture)
     _require_picture(picture)
     _require_kind(file, parallel_safe, packer, option)
     if paths != PATHS and parallel_safe != "paths":

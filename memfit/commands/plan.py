@@ -28,6 +28,7 @@ from memfit.report.formatting import change_text, seconds_text, status_text
 from memfit.report.ranks import COLUMNS, RankFigures
 from memfit.report.taken import is_for_gpu, taken_of
 from memfit.system.budget import format_bytes
+from memfit.system.files import require_writable
 from memfit.workloads.registry import OptionValue
 
 EXAMPLES = """
@@ -76,7 +77,7 @@ def plan(
 
     The step does not run; its ops are measured one by one here, unless --device-profile is given.
     """
-    options.require_writable(save, report)
+    require_writable(save, report)
     asked, clusters = search.settings(budget), ranks.clusters()
     of_workload = options.read_settings(set_, "--set")
     if len(clusters) > 1:

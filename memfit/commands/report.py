@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +18,7 @@ from memfit.planning import DEFAULT_TIME_LIMIT_SECONDS, Settings
 from memfit.report import write_png, write_snapshot, write_trace
 from memfit.report.explanation import explained, explanation_keys
 from memfit.report.text import explanation_text
+from memfit.system.files import require_writable
 
 EXAMPLES = """
 Examples:
@@ -29,6 +29,8 @@ memfit report step.plan.json -o step.html
 
 memfit report step.plan.json -o step.png -o step.trace.json -o step.pickle --curve 0
 """
+
+_SUFFIXES = (".html", ".png", ".json", ".pickle")
 
 
 def report(
@@ -50,14 +52,15 @@ def report(
 ) -> int:
     """Show a plan: as a page, a picture, a trace, or (without -o) as an explanation in plain text."""
     files = output or []
-    writers = [(path, _writer(path)) for path in files]
-    options.require_writable(*files)
+    for path in files:
+        _require_suffix(path)
+    require_writable(*files)
     loaded = Plan.load(plan)
     asked = Settings(budget=loaded.budget_bytes, time_limit_seconds=options.require_time_limit(time_limit), seed=seed)
     with working() as work:
         settings = work.follow(asked)
-        for path, write in writers:
-            write(loaded, path, curve, settings, work)
+        for path in files:
+            _write(loaded, path, curve, settings, work)
         keys: dict[str, Any] = {"files": [str(path) for path in files]}
         parts: tuple[RenderableType, ...] = (rows_table({str(path): "written" for path in files}),)
         if not files:
@@ -68,38 +71,20 @@ def report(
     return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
 
 
-Writer = Callable[[Plan, Path, int, Settings, Work], None]
-
-
-def _writer(path: Path) -> Writer:
-    """Return the function that writes a file of this suffix.
-
-    Raises:
-        InvalidOptionError: an unknown suffix.
-    """
-    if path.suffix not in _WRITERS:
+def _require_suffix(path: Path) -> None:
+    if path.suffix not in _SUFFIXES:
         raise InvalidOptionError(
-            f"--output {str(path)!r} ends in {path.suffix!r}, expected one of {', '.join(_WRITERS)}"
+            f"--output {str(path)!r} ends in {path.suffix!r}, expected one of {', '.join(_SUFFIXES)}"
         )
-    return _WRITERS[path.suffix]
 
 
-def _write_picture(plan: Plan, path: Path, _curve: int, _settings: Settings, work: Work) -> None:
-    work.stage("drawing the picture")
-    write_png(plan, path)
-
-
-def _write_trace(plan: Plan, path: Path, _curve: int, _settings: Settings, _work: Work) -> None:
-    write_trace(plan, path)
-
-
-def _write_snapshot(plan: Plan, path: Path, _curve: int, _settings: Settings, _work: Work) -> None:
-    write_snapshot(plan, path)
-
-
-_WRITERS: dict[str, Writer] = {
-    ".html": write_report,
-    ".png": _write_picture,
-    ".json": _write_trace,
-    ".pickle": _write_snapshot,
-}
+def _write(plan: Plan, path: Path, curve: int, settings: Settings, work: Work) -> None:
+    if path.suffix == ".html":
+        write_report(plan, path, curve, settings, work)
+    elif path.suffix == ".png":
+        work.stage("drawing the picture")
+        write_png(plan, path)
+    elif path.suffix == ".json":
+        write_trace(plan, path)
+    else:
+        write_snapshot(plan, path)

@@ -16,9 +16,10 @@ import typer
 
 from memfit.chunked_loss import HELP
 from memfit.commands.verbosity import Quiet, Verbose, Verbosity
-from memfit.errors import InvalidFileError, InvalidOptionError, MemfitError
+from memfit.errors import InvalidOptionError, MemfitError
 from memfit.memory.contract import read_firm
 from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
+from memfit.system.files import require_writable
 from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported
 
@@ -95,8 +96,7 @@ def run(
     read_firm(budget_is)
     if door not in _DOORS:
         raise InvalidOptionError(f"--door is {door!r}, expected one of {', '.join(_DOORS)}")
-    if report is not None and (not report.parent.is_dir() or report.is_dir()):
-        raise InvalidFileError(f"{report}: cannot be written: expected a file's name in a folder that exists")
+    require_writable(report)
     given = list(arguments or ())
     given = given[1:] if given[:1] == ["--"] else given
     made = (Script.of_module if module else Script.of_file)(script, given)

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from memfit.cost.environment import bytes_beside, environment, find_device, hardware_name
+from memfit.cost.gpu_timing import synchronize
 from memfit.cost.link import EXACT, Amounts, link_rates, with_link
 from memfit.device import Device
 from memfit.errors import HostMemoryError
@@ -101,11 +102,26 @@ def local_device(device: torch.device | str) -> Device:
     return read_kept(path, Device, warning) or _bare_device(device)
 
 
-def memory_bytes(device: torch.device | str | None = None) -> int:
+def memory_bytes(device: torch.device | str) -> int:
     """Return the size of a device's memory; of a CPU that of the machine.
 
         >>> memory_bytes("cpu") > 0
         True
+
+    Args:
+        device: a CPU or CUDA device.
+
+    Raises:
+        InvalidDeviceError: there is no such device.
+    """
+    device = find_device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def card_of(device: torch.device | str | None = None) -> Card:
+    """Return the memory of a device, with what is taken of it beside torch's allocator.
 
     Args:
         device: None stands for the current CUDA device if there is one, else for the CPU.
@@ -114,14 +130,8 @@ def memory_bytes(device: torch.device | str | None = None) -> int:
         InvalidDeviceError: there is no such device.
     """
     presumed = "cuda" if torch.cuda.device_count() else "cpu"
-    return _memory_bytes(find_device(presumed if device is None else device))
-
-
-def card_of(device: torch.device | str | None = None) -> Card:
-    """Return the memory of a device, with what is taken of it beside torch's allocator; the argument as above."""
-    presumed = "cuda" if torch.cuda.device_count() else "cpu"
     found = find_device(presumed if device is None else device)
-    return Card(_memory_bytes(found), bytes_beside(found))
+    return Card(memory_bytes(found), bytes_beside(found))
 
 
 def linked_device(device: torch.device | str, host_budget_bytes: int, directory: Path | None = None) -> Device:
@@ -139,20 +149,14 @@ def linked_device(device: torch.device | str, host_budget_bytes: int, directory:
     return with_link(profile, find_device(device), directory) if host_budget_bytes else profile
 
 
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _bare_device(device: torch.device) -> Device:
     """Return the sizes of a device, without rates."""
     is_cuda = device.type == "cuda"
     return Device(
         name=hardware_name(device),
         alignment_bytes=CUDA_ALIGNMENT_BYTES if is_cuda else CPU_ALIGNMENT_BYTES,
-        memory_bytes=_memory_bytes(device),
-        host_memory_bytes=_memory_bytes(torch.device("cpu")) if is_cuda else None,
+        memory_bytes=memory_bytes(device),
+        host_memory_bytes=memory_bytes(torch.device("cpu")) if is_cuda else None,
         source="sizes as the system gives them; no rates (run `memfit calibrate`)",
     )
 
@@ -224,13 +228,9 @@ class Probe:
         run()
         seconds: list[float] = []
         while len(seconds) < _LEAST_RUNS or (len(seconds) < _MOST_RUNS and sum(seconds) < _ENOUGH_SECONDS):
-            self._synchronize()
+            synchronize(self.device)
             started = self.clock()
             run()
-            self._synchronize()
+            synchronize(self.device)
             seconds.append(self.clock() - started)
         return min(seconds)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

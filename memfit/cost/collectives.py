@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.cost.environment import environment
+from memfit.cost.gpu_timing import now
 from memfit.device import Rate
 from memfit.graph import Graph, Op
 from memfit.system.cache import environment_path, keep, read_kept
@@ -167,7 +168,5 @@ def _seconds(
     for _ in range(_RUNS + 1):
         started = time.perf_counter()
         run(tensor, group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(now(device) - started)
     return statistics.median(seconds[1:])

@@ -29,6 +29,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def now(device: torch.device) -> float:
+    """Return the seconds of the host's clock, once a device has done all that was launched."""
+    synchronize(device)
+    return time.perf_counter()
+
+
 def kernel_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the kernels that `run` launches, from a cold cache.
 

@@ -194,8 +194,7 @@ def refuse_ranks(inputs: Sequence[Any]) -> None:
 
 def differ_in_strides(gradient: torch.Tensor, assumed: Value) -> bool:
     """Return whether a gradient has the shape that was assumed, and other strides."""
-    strides = zip(gradient.shape, gradient.stride(), assumed.stride, strict=False)
-    return tuple(gradient.shape) == assumed.shape and any(size > 1 and mine != other for size, mine, other in strides)
+    return tuple(gradient.shape) == assumed.shape and not assumed.is_strided_as(gradient.stride())
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device:

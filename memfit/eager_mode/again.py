@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memfit.binding import map_values, values_in
-from memfit.capture.generators import all_states, set_state
+from memfit.capture.generators import all_states, set_states
 from memfit.eager_mode.sources import Call, Source, Sources, call_of, flat, missing_calls
 from memfit.memory.place import Place, bytes_of
 
@@ -125,10 +125,10 @@ def _run(call: Call, instead: Mapping[Source, torch.UntypedStorage]) -> list[Any
         return flat(call.function(*args, **kwargs))
     before = generator_states(call.generators)
     try:
-        _set_generators(call.generators)
+        set_states(call.generators)
         return flat(call.function(*args, **kwargs))
     finally:
-        _set_generators(before)
+        set_states(before)
 
 
 def generator_states(drawing: Any) -> dict[Any, torch.Tensor]:
@@ -139,11 +139,3 @@ def generator_states(drawing: Any) -> dict[Any, torch.Tensor]:
     """
     given = [each for each in drawing if isinstance(each, torch.Generator)]
     return {each: each.get_state() for each in given} if given else all_states()
-
-
-def _set_generators(states: Mapping[Any, torch.Tensor]) -> None:
-    for generator, state in states.items():
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        else:
-            set_state(generator, state)

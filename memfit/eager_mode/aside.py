@@ -33,8 +33,7 @@ from memfit.torch_private.autograd import (
 )
 from memfit.torch_private.modules import (
     global_module_hooks,
-    gradient_hooks,
-    has_accumulation_hooks,
+    leaf_hooks,
     module_hooks,
     module_tables,
 )
@@ -124,7 +123,7 @@ class Aside:
         for parameter in chain.from_iterable(module_tables(each)[0].values() for each in self._modules):
             if parameter is None:
                 continue
-            if gradient_hooks(parameter) or has_accumulation_hooks(parameter):
+            if any(leaf_hooks(parameter)):
                 return True
             gradient = parameter.grad
             if gradient is not None and is_dense(gradient):  # to which backward adds
@@ -139,7 +138,7 @@ class Aside:
         self.is_off, live_bytes = True, contents.live_bytes()
         usage = None
         try:
-            with switched_off(self._mode), nullcontext() if was_off else record(_CPU) as usage:
+            with switched_off(lambda mode: mode is self._mode), nullcontext() if was_off else record(_CPU) as usage:
                 yield
         except torch.OutOfMemoryError:
             raise_refusal(contents)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from memfit.capture.generators import without_generator
+from memfit.cost.gpu_timing import now
 from memfit.cost.single_op import uncollected
 from memfit.eager_mode.call_times import CallTimes
 from memfit.eager_mode.sources import tensors_given
@@ -262,7 +262,7 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:
     """Return what the results of an operator take at most that works element by element."""
-    if any(each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments):
+    if function._schema.is_mutable:
         return 0
     given = tensors_given((args, kwargs))
     sizes = [1] * max((tensor.ndim for tensor in given), default=0)
@@ -322,10 +322,3 @@ def _nested_bytes(args: Any, kwargs: Any) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def now(device: torch.device) -> float:
-    """Return the seconds of the clock, once the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -159,7 +159,7 @@ def _kind(func: Any) -> int:
         return FOREIGN
     if torch.Tag.inplace_view in func.tags:
         return VIEW
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
+    if schema.is_mutable:
         return WRITES
     if schema.returns and all(returned.alias_info is not None for returned in schema.returns):
         return VIEW

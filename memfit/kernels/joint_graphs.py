@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from memfit.capture.traced import given_to_write
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.inductor import ModulePair
 from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in
@@ -73,10 +74,8 @@ def leave_out_overwritten(joint: GraphModule) -> None:
 def _written(node: Node) -> list[Node]:
     """Return the tensors that a call writes to."""
     written: list[Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written += [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
+    for given in given_to_write(node.target._schema, node.args, node.kwargs):
+        written += [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
     return written
 
 

@@ -39,12 +39,10 @@ class Line(NamedTuple):
     Attributes:
         code: a Python statement. All names in it are given here, none by the model.
         comment: may hold any text, such as the name of a module.
-        op: the op that the line computes, if it does.
     """
 
     code: str
     comment: str
-    op: int | None = None
 
     def __str__(self) -> str:
         return f"{self.code}  # {ascii(self.comment)[1:-1]}"  # without line ends: a comment cannot become code
@@ -175,7 +173,7 @@ class _Lowering:
                     (result,) = self.binding.calls[number].results
                     assert result is not None
                     code = f"{self._name(copied)}({self._render(operand)}, {self._name(result)})"
-                    self._emit(f"s{result.storage} = {code}", f"compute {number}: the other operand is absent", number)
+                    self._emit(f"s{result.storage} = {code}", f"compute {number}: the other operand is absent")
                     self.bases[result.storage] = result
                     self.live.add(result.storage)
                 if over in self.live:
@@ -229,9 +227,9 @@ class _Lowering:
             self._emit(f"s{op.writes[0]} = None", f"{comment}: nothing replays it")
         elif isinstance(call.target, Fused) and self.live.isdisjoint(op.writes) and instruction.in_place_of is None:
             statements = [self._statement(part, self._call(part, self._target(part))) for part in calls_of(call)]
-            self._emit("; ".join(statements), comment, op.id)
+            self._emit("; ".join(statements), comment)
         else:
-            self._emit(self._statement(call, self._computing(instruction, call, recomputes)), comment, op.id)
+            self._emit(self._statement(call, self._computing(instruction, call, recomputes)), comment)
         if instruction.in_place_of is not None:
             self._delete(instruction.in_place_of, "its memory is reused in place")
         self.live |= set(op.writes)
@@ -282,8 +280,8 @@ class _Lowering:
         trailing = "" if _returns_one_tensor(call) or len(names) > 1 else ","
         return f"{', '.join(names)}{trailing} = {code}{'; del _' if '_' in names else ''}"
 
-    def _emit(self, code: str, comment: str, op: int | None = None) -> None:
-        self.lines.append(Line(code, comment, op))
+    def _emit(self, code: str, comment: str) -> None:
+        self.lines.append(Line(code, comment))
 
     def _render(self, tree: Any) -> str:
         """Return Python source for an argument: a view is made where it is first used, a constant is written out."""

@@ -62,7 +62,6 @@ def make_program(
     outputs: Sequence[Sequence[Value]],
     host: HostLayout = NO_HOST_COPIES,
     store: HostStore | None = None,
-    tick: Callable[[int], None] | None = None,
     at: Callable[[int], None] | None = None,
     absent: Absent | None = None,
 ) -> Program:
@@ -74,7 +73,6 @@ def make_program(
         outputs: for each half, the values that it returns to the user.
         host: the places of the host copies of a schedule that offloads.
         store: has slabs for them.
-        tick: called with -1 before each op, and with its number after it.
         at: called with each position of the schedule that allocates, before it does, and with -1 after the last.
         absent: the gradients that the backward half does without.
 
@@ -90,7 +88,7 @@ def make_program(
         if absent is None:
             store.reserve(host.height_bytes)
         namespace |= {"begin": partial(store.begin, host.height_bytes), "leave": leave, "take_up": take_up}
-    namespace |= {name: call for name, call in {"tick": tick, "at": at}.items() if call is not None}
+    namespace |= {"at": at}
     names = ("step",) if len(lowered) == 1 else ("forward", "backward")
     halves: list[Half] = []
     sources: list[str] = []
@@ -101,8 +99,7 @@ def make_program(
         if head and number > 0:
             takes = (TICKET, *takes)
         returned = [*half.outputs, *map(_argument, saved), *([left] if left else [])]
-        lines = half.lines if tick is None else [each for line in half.lines for each in _ticking(line)]
-        sources.append(_source(name, takes, [*head, *lines], returned))
+        sources.append(_source(name, takes, [*head, *half.lines], returned))
         function = _compile(captured.graph.name, name, sources[-1], namespace)
         if offloads:
             function = _settling(function, store)
@@ -115,10 +112,6 @@ def _host_lines(lowered: Sequence[LoweredHalf], number: int) -> tuple[list[str],
     names = [", ".join(["lease", *(f"h{storage}" for storage in half.host_copies)]) for half in lowered]
     head = f"({names[number - 1]},) = take_up(ticket)" if number > 0 else "lease = begin()"
     return [head], "" if number + 1 == len(lowered) else f"leave({names[number]})"
-
-
-def _ticking(line: Line) -> list[Line | str]:
-    return [line] if line.op is None else ["tick(-1)", line, f"tick({line.op})"]
 
 
 def _argument(storage: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import truediv
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memfit.cost.gpu_timing import now
 from memfit.plan import Plan
 from memfit.torch_private.inductor import InductorHalf
 
@@ -50,9 +50,9 @@ class Clock:
         """
         if not self.is_on:
             return half()
-        began = self._now()
+        began = now(self._device)
         returned = half()
-        self.seconds[is_backward].append(self._now() - began)
+        self.seconds[is_backward].append(now(self._device) - began)
         return returned
 
     @property
@@ -61,11 +61,6 @@ class Clock:
         if min(map(len, self.seconds.values())) < RUNS:
             return None
         return [forward + backward for forward, backward in zip(*self.seconds.values(), strict=False)][1:RUNS]
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

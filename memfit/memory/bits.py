@@ -117,11 +117,11 @@ def _quantizer(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _same_strided(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and torch.equal(_as_integers(left), _as_integers(right))
+    return left.shape == right.shape and torch.equal(as_integers(left), as_integers(right))
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits of a strided tensor's values, as integers of the same width."""
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a strided tensor's values, as integers of the same width."""
     values = tensor.resolve_conj().resolve_neg()
     if values.dtype == torch.complex128:
         values = torch.view_as_real(values)  # no integer has 16 bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,10 +61,15 @@ class Place:
     @property
     def reach_bytes(self) -> int:
         """Bytes from the start of the storage to the end of the last element."""
-        if 0 in self.shape:
-            return 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
+        return reach(self.offset, self.shape, self.stride) * self.dtype.itemsize
+
+    def is_strided_as(self, stride: Sequence[int]) -> bool:
+        """Return whether elements lie where others of this shape do; the stride of a single one tells nothing.
+
+        Args:
+            stride: of the others.
+        """
+        return all(size <= 1 or own == other for size, own, other in zip(self.shape, self.stride, stride, strict=True))
 
 
 def bytes_of(base: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
@@ -118,11 +124,15 @@ def at_offset_zero(tensor: torch.Tensor) -> torch.Tensor:
     return replace(Place.of(tensor), offset=0).on(tensor.untyped_storage()[start:])
 
 
+def reach(offset: int, shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the start of a storage to the end of a tensor's last; 0 if it has none."""
+    return 0 if 0 in shape else offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+
+
 def span_bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of its storage that a tensor uses, and the one after the last."""
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
-    return start, start + ((1 + last) * tensor.element_size() if tensor.numel() else 0)
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return start * size, max(start, reach(start, tensor.shape, tensor.stride())) * size
 
 
 def fills_memory(tensor: torch.Tensor) -> bool:

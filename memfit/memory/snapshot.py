@@ -14,7 +14,7 @@ import torch
 from memfit.capture import TrainingStep
 from memfit.capture.copies import MISSING
 from memfit.capture.draws import HostGenerators
-from memfit.capture.generators import all_states, set_state
+from memfit.capture.generators import all_states, set_states
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import parameters_of
 from memfit.errors import UnsupportedStepError
@@ -156,10 +156,7 @@ class StepState:
                 _put_back_group(group, before)
         if step.scaler is not None and self.scaler is not None:
             step.scaler.load_state_dict(self.scaler)
-        for device, state in self.generators.items():
-            set_state(device, state)
-        for generator, state in self.handed:
-            generator.set_state(state)
+        set_states({**self.generators, **dict(self.handed)})
 
     def first_difference(self, other: StepState) -> str | None:
         """Return the name of the first thing whose bits differ in `other`, or None."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.training_step import states_of
 from memfit.memory.footprint import footprint
 from memfit.memory.kept_on_host import is_kept_on_host
 from memfit.memory.snapshot import is_undone
@@ -123,15 +124,14 @@ class Beside:
         alive = alive_objects()
         modules = [each for each in alive if issubclass(type(each), torch.nn.Module)]
         inner = {id(child) for each in modules for child in each.children()} | set(map(id, self._model.modules()))
-        own_states = [] if self._optimizer is None else _states_of(self._optimizer)
-        own = footprint([*_tensors_of(self._model), *own_states], self._device)
+        own = footprint([*_tensors_of(self._model), *states_of(self._optimizer)], self._device)
         sizes: Counter[str] = Counter()
         for each in modules:
             if id(each) not in inner:
                 sizes[type(each).__name__] += self._size(_tensors_of(each), own)
         for each in alive:
             if issubclass(type(each), torch.optim.Optimizer) and each is not self._optimizer:
-                sizes[f"state of {type(each).__name__}"] += self._size(_states_of(each), own)
+                sizes[f"state of {type(each).__name__}"] += self._size(states_of(each), own)
         named = [f"{name}: {format_bytes(size)}" for name, size in sizes.most_common(_MOST_NAMED) if size]
         return "; ".join([*named, "other tensors"] if sum(sizes.values()) < self.bytes else named)
 
@@ -142,7 +142,3 @@ class Beside:
 
 def _tensors_of(module: torch.nn.Module) -> list[Any]:
     return [tensor for kind in own_tensors(module) for tensor in kind]
-
-
-def _states_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [value for state in optimizer.state.values() for value in state.values()]

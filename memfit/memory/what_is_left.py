@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from memfit.capture.training_step import states_of
 from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tensors_in
 
@@ -87,6 +88,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    held = [] if optimizer is None else [value for state in optimizer.state.values() for value in state.values()]
+    held = states_of(optimizer)
     plain = [each for each in held if type(each) is torch.Tensor]  # most, of which this asks before each step
     return plain + [local(t) for each in held if type(each) is not torch.Tensor for t in tensors_in(each)]

@@ -125,7 +125,7 @@ class _Run:
             return
         search = beside.submit(self._search_beside)
         self._try_levels()
-        self._improve(1.0)
+        self._improve()
         self._take(self._without_offloads(search.result()))
 
     def _search_beside(self) -> Searched:
@@ -189,11 +189,11 @@ class _Run:
             retention=searched.retention,
         )
 
-    def _improve(self, until: float) -> None:
-        """Run rounds from the best candidate, one a thread, until a share of the time; none if nothing fits yet."""
+    def _improve(self) -> None:
+        """Run rounds from the best candidate, one a thread, until the time is up; none if nothing fits yet."""
         with ThreadPoolExecutor(self.threads) as pool:
             try:
-                while self.best.schedule is not None and not self._is_done(until):
+                while self.best.schedule is not None and not self._is_done(1.0):
                     seeds = [self._seed() for _ in range(self.threads)]
                     for found in pool.map(partial(improved, self.task, self.best), seeds):
                         self._take(found)

@@ -16,8 +16,7 @@ import torch
 from memfit.capture import TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_one
 from memfit.capture.training_step import parameters_of
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+from memfit.torch_private.modules import leaf_hooks
 
 
 def run_updating(step: TrainingStep, batch: Any, is_awaited: Callable[[torch.Tensor], bool]) -> torch.Tensor:
@@ -62,8 +61,7 @@ def updates_in_backward(step: TrainingStep) -> bool:
     if step.optimizer is None or not updates_one_by_one(step):
         return False
     parameters = parameters_of(step.optimizer)
-    has_hooks = any(getattr(parameter, name, None) for parameter in parameters for name in _HOOKS)
-    return not has_hooks and not overlap(parameters)
+    return not any(any(leaf_hooks(parameter)) for parameter in parameters) and not overlap(parameters)
 
 
 def _updates(step: TrainingStep) -> dict[torch.Tensor, ParameterUpdate]:

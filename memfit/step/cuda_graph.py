@@ -26,6 +26,7 @@ from memfit.memory.snapshot import StepState
 from memfit.memory.step_memory import StepMemory
 from memfit.planning import Settings
 from memfit.step.step_program import StepProgram
+from memfit.torch_private.modules import optimizer_hooks
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def _refusal(settings: Settings, step: TrainingStep, device: torch.device, memor
 
 def _refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if any(optimizer_hooks(optimizer)):
         return f"{name} has hooks, whose Python code a graph does not run"
     if type(optimizer) is torch.optim.SGD:
         return ""

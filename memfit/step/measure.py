@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.training_step import parameters_of
-from memfit.cost.gpu_timing import synchronize
+from memfit.capture.training_step import parameters_of, states_of
+from memfit.cost.gpu_timing import now
 from memfit.memory.contract import STEPS_IN_A_ROW
 from memfit.memory.footprint import footprint
 from memfit.memory.place import span_bytes
@@ -176,10 +176,7 @@ def _resident_bytes(
     step: TrainingStep, batch: Any, device: torch.device, constants: Sequence[torch.Tensor] = ()
 ) -> int:
     parameters, buffers = own_tensors(step.model)
-    tensors: list[Any] = [*parameters, *buffers, *constants]
-    if step.optimizer is not None:
-        tensors += parameters_of(step.optimizer)
-        tensors += [value for state in step.optimizer.state.values() for value in state.values()]
+    tensors = [*parameters, *buffers, *constants, *parameters_of(step.optimizer), *states_of(step.optimizer)]
     kept_bytes = 0 if step.across is None else step.across.kept_bytes
     return kept_bytes + sum((_batch_storages(batch, device) | footprint(tensors, device)).values())
 
@@ -214,8 +211,6 @@ def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:
 
 
 def _timed(run: Callable[[Any], Any], batch: Any, device: torch.device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
+    started = now(device)
     run(batch)
-    synchronize(device)
-    return time.perf_counter() - started
+    return now(device) - started

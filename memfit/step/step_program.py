@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,6 @@ from memfit.capture import Captured, Guards, TrainingStep
 from memfit.capture.training_step import parameters_of
 from memfit.cost.warming import warm
 from memfit.errors import InvalidOptionError
-from memfit.kernels.program import make_program
 from memfit.memory.arena.places import Places
 from memfit.memory.footprint import footprint
 from memfit.memory.host.store import HostStore
@@ -310,32 +308,3 @@ def _fetcher(model: torch.nn.Module, resident: Resident, guards: Guards | None) 
     if is_sharded(table[name]):
         return lambda _leaves: whole_part(table[name])
     return lambda _leaves: table[name]
-
-
-def op_seconds(step: TrainingStep, captured: Captured, plan: Plan) -> tuple[float, ...]:
-    """Run all ops of a plan on the step's batch, and return the seconds of each in its place in the step.
-
-    An op that is computed several times gets the mean. Ops that are measured one by one find other caches and other
-    free memory. Outputs are dropped. Only for a CPU, as a GPU's ops run later, and for a plan that offloads nothing.
-
-    Args:
-        step: the step; what it writes to is to be put back.
-        captured: its capture, of which the plan is.
-        plan: that is carried out.
-    """
-    totals, counts = [0.0] * len(plan.graph.ops), [0] * len(plan.graph.ops)
-    began = 0.0
-
-    def tick(op: int) -> None:
-        nonlocal began
-        now = time.perf_counter()
-        if op >= 0:
-            totals[op] += now - began
-            counts[op] += 1
-        began = now
-
-    outputs = [list(captured.binding.outputs.values())]
-    (half,) = make_program(captured, plan.schedule, outputs, tick=tick).halves
-    leaves = tree_flatten(step.batch)[0]
-    half.function([fetch(leaves) for fetch in fetchers(step.model, captured, half.takes)])
-    return tuple(total / max(1, count) for total, count in zip(totals, counts, strict=True))

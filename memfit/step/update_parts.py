@@ -19,6 +19,7 @@ from memfit.capture.training_step import parameters_of
 from memfit.capture.update_trial import with_measured_updates
 from memfit.graph import Op, Phase
 from memfit.rebuild import rebuilt
+from memfit.torch_private.modules import optimizer_hooks
 
 _PARTS = 12  # as many as of the updates in backward
 _NORMS_BYTES = 512 * 4  # of workspace for each gradient: its norm, in a block of its own, and lists of them
@@ -104,10 +105,10 @@ def with_update_in_parts(step: TrainingStep, captured: Captured) -> Captured:
 def _may_be_divided(step: TrainingStep, call: Call) -> bool:
     optimizer = step.optimizer
     assert optimizer is not None
-    hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
-    is_known = is_of_torch(optimizer) and not hooks and step.clip_norm is not None and step.scaler is None
+    is_known = is_of_torch(optimizer) and not any(optimizer_hooks(optimizer))
+    is_only_clipped = step.clip_norm is not None and step.scaler is None
     is_dense = all(isinstance(gradient, Value) for gradient in call.args)
-    return is_known and is_dense and not overlap(call.target.parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return is_known and is_only_clipped and is_dense and not overlap(call.target.parameters)  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _parts(step: TrainingStep, parameters: Sequence[torch.nn.Parameter]) -> Iterator[tuple[int, list[int]]]:

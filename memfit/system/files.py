@@ -163,6 +163,17 @@ def _with_value(message: str, content: bytes) -> str:
     return f"{match['expected']}, got {repr(value)[:60]} - at `{match['place']}`"
 
 
+def require_writable(*paths: Path | None) -> None:
+    """Raise InvalidFileError, before any work is done, for a file whose folder is missing, or that is a folder."""
+    for path in paths:
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InvalidFileError(f"{path}: cannot be written: there is no folder {path.parent}; make it first")
+        if path.is_dir():
+            raise InvalidFileError(f"{path}: cannot be written: it is a folder; give a file's name")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to a temporary file beside `path`, then rename it: no reader sees an incomplete file.
 

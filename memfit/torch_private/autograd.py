@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
+    _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
 )
 
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.compiled_regions import CompiledRegions, set_aside
+from memfit.torch_private.compiled_regions import CompiledRegions
 from memfit.torch_private.patching import Inside, replaced
 
 RUNS_BACKWARD = torch.autograd.graph._engine_run_backward
@@ -52,13 +53,20 @@ def is_innermost(mode: TorchDispatchMode) -> bool:
 
 
 @contextmanager
-def switched_off(mode: TorchDispatchMode) -> Iterator[None]:
-    """Take a mode off in the block that is this thread's innermost one, and was entered before."""
-    _pop_mode()
+def switched_off(is_taken: Callable[[TorchDispatchMode], bool]) -> Iterator[list[TorchDispatchMode]]:
+    """Take this thread's innermost modes off in the block, down to the first that is left on; give it those taken.
+
+    Args:
+        is_taken: says of a mode whether it is taken off.
+    """
+    modes: list[TorchDispatchMode] = []
+    while has_modes() and is_taken(_get_current_dispatch_mode()):
+        modes.append(_pop_mode())
     try:
-        yield
+        yield modes
     finally:
-        switch_on(mode)
+        for mode in reversed(modes):
+            switch_on(mode)
 
 
 @contextmanager
@@ -286,10 +294,10 @@ def backward_keeps_graph() -> bool:
 
 
 def _modes_aside() -> Callable[[], None]:
-    modes, put_on = set_aside(UnwrappedMode)
-    for mode in modes:
-        mode.compiled_code_begins()
-    return put_on
+    with ExitStack() as off:
+        for mode in off.enter_context(switched_off(lambda mode: isinstance(mode, UnwrappedMode))):
+            cast(UnwrappedMode, mode).compiled_code_begins()
+        return off.pop_all().close
 
 
 @contextmanager

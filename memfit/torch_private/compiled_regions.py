@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memfit.torch_private.patching import Inside, replaced
 
@@ -100,20 +99,3 @@ class CompiledRegions:
 def compiled_as_eager() -> AbstractContextManager[Any]:
     """Return a context in which compiled code runs as it was written, also on fakes."""
     return torch.compiler.set_stance("force_eager") if _EVAL_FRAME in sys.modules else nullcontext()
-
-
-def set_aside(kind: type) -> tuple[list[Any], Callable[[], None]]:
-    """Take the dispatch modes of a class off, down to the first of another one.
-
-    Returns:
-        The modes, the innermost first, and what puts them on again.
-    """
-    modes: list[Any] = []
-    while torch._C._len_torch_dispatch_stack() and isinstance(_get_current_dispatch_mode(), kind):
-        modes.append(_pop_mode())
-
-    def put_on() -> None:
-        for mode in reversed(modes):
-            _push_mode(mode)
-
-    return modes, put_on

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from memfit.system.addresses import returns_same
+from memfit.torch_private.modules import leaf_hooks
 
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 """Returns a number that is another one after each change of a dictionary; but see ATTRIBUTES_HAVE_VERSIONS."""
@@ -141,8 +142,3 @@ _STACK = (None,) if "arg2" in (torch._C._dynamo.guards.GuardManager.add_dict_ver
 
 
 _LEAF_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def leaf_hooks(tensor: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
-    """Return a leaf's dictionaries of hooks on its gradient and on its accumulation; None before the first hook."""
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks

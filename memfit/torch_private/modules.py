@@ -133,9 +133,9 @@ def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], A
     return tensor._backward_hooks or {}
 
 
-def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether `register_post_accumulate_grad_hook` has added a hook to a parameter."""
-    return bool(tensor._post_accumulate_grad_hooks)
+def leaf_hooks(tensor: torch.Tensor) -> tuple[dict[Any, Any] | None, dict[Any, Any] | None]:
+    """Return a leaf's dictionaries of hooks on its gradient and on its accumulation; None before the first hook."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def eager_call(model: torch.nn.Module) -> Callable[..., Any]:

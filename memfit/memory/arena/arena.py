@@ -41,17 +41,8 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def arena(
-    step: Callable[..., Any] | None = None,
-    *,
-    device: torch.device | str = "cpu",
-    packer: str = "auto",
-    time_limit_seconds: float = 2.0,
-    seed: int = 0,
-    spill: bool = False,
-    host_dir: Path | str | None = None,
-) -> Arena:
-    """Return an arena for a step that is called once for each batch.
+class Arena(PlannedMemory):
+    """The memory of a step that is called once for each batch, and its calls: `memfit.arena`.
 
         >>> import torch, memfit
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
@@ -85,30 +76,16 @@ def arena(
             results are the same.
         host_dir: the directory of these files; by default the system's temporary one.
 
+    Attributes:
+        counts: the requests of all steps, by how they were answered.
+        last_step: the requests of the last step.
+
     Raises:
         ArenaUnavailableError: there is no C++ compiler, or an arena cannot stand in front of torch's allocator.
         InvalidDeviceError, InvalidOptionError: no such device, packer, limit or directory.
 
     Guarantees: results have the same bits as without an arena. Two live tensors never overlap, whatever the step does:
     a request whose address is still taken, an unexpected request, and requests of other threads get ordinary memory.
-    """
-    return Arena(
-        step,
-        device=device,
-        packer=packer,
-        time_limit_seconds=time_limit_seconds,
-        seed=seed,
-        spill=spill,
-        host_dir=host_dir,
-    )
-
-
-class Arena(PlannedMemory):
-    """The memory of a step, and its calls; see `arena`.
-
-    Attributes:
-        counts: the requests of all steps, by how they were answered.
-        last_step: the requests of the last step.
     """
 
     def __init__(
@@ -255,3 +232,7 @@ class Arena(PlannedMemory):
         if known and requests <= len(known.plan.recording.ends) and not counts.not_served and not counts.kept:
             return
         self._learn(self._key, requests)
+
+
+arena = Arena
+"""What users call: `memfit.arena(step)`."""

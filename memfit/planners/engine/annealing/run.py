@@ -10,7 +10,6 @@ import numpy as np
 from memfit.planners.engine.annealing.loop import anneal
 from memfit.planners.engine.annealing.state import AnnealingState, make_annealing_state
 from memfit.planners.engine.parts import ALL_PARTS, Parts
-from memfit.planners.engine.retention.audit import audit
 from memfit.planners.engine.retention.decisions import Retention, retention_of, simulated
 from memfit.planners.engine.retention.instance import Instance
 from memfit.planners.engine.retention.live_bytes import weigh
@@ -27,7 +26,6 @@ class AnnealRun:
 
     Attributes:
         descends: set before the run: aim below the lowest peak so far, until a state fits.
-        audits: set before the run, for debugging: compare the state with a fresh simulation after every move.
         moves: how many were tried.
         leanest: the retention of the lowest peak between two slices of moves.
     """
@@ -52,7 +50,7 @@ class AnnealRun:
             parts: kinds of moves that are switched on.
         """
         self.instance, self.retention, self.temperatures, self.stop = instance, retention, temperatures, stop
-        self.descends, self.audits = False, False
+        self.descends = False
         self.annealing: AnnealingState = make_annealing_state(instance, seed, parts)
         self.moves = 0
         self.leanest = retention
@@ -65,7 +63,6 @@ class AnnealRun:
         totals["penalty"] = mean_seconds / (_PENALTY_UNIT * max(1, self.instance.budget_bytes))
         first, last = self.temperatures
         slice_moves = max(1, min(_MOST_SLICE_MOVES, _SLICE_WORK // max(1, len(positions))))
-        slice_moves = 1 if self.audits else slice_moves
         start_bytes = lowest_bytes = int(weigh(state, 0)[0])
         while (done := progress(self.moves)) < 1.0 and not self.stop.is_set():
             lowers = self.descends and not np.isfinite(self.best_seconds)
@@ -73,8 +70,6 @@ class AnnealRun:
             totals["temperature"] = mean_seconds * first * (last / first) ** (0.0 if lowers else done)
             anneal(self.instance.tables, state, self.annealing, slice_moves, 1.0)
             self.moves += slice_moves
-            if self.audits:
-                audit(self.instance.tables, state)
             if int(totals["peak_bytes"][0]) < lowest_bytes:
                 lowest_bytes = int(totals["peak_bytes"][0])
                 self.leanest = retention_of(state)

@@ -1,4 +1,4 @@
-"""The debug mode of the incremental simulation: a state beside a fresh simulation of its retention, field by field."""
+"""The state of an incremental simulation beside a fresh simulation of its retention, field by field."""
 
 from __future__ import annotations
 
