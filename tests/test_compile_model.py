@@ -497,7 +497,7 @@ def test_models_whose_backward_never_comes_leave_records_to_others() -> None:
     marks = [account.begin_loss() for account in accounts]
     held = torch.ones(1 << 10)
     for account, mark in ((accounts[-1], marks[-1]), (accounts[0], marks[0])):
-        account.end_loss(mark)
+        account.losses.end(mark)
     assert marks[-1].most_bytes >= held.nbytes
     assert marks[0].most_bytes == 0
     with record("cpu") as usage:
