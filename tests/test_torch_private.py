@@ -60,6 +60,7 @@ from memfit.torch_private.autograd import (
     backward_node,
     backward_through,
     casting,
+    changing_hooks,
     creates_graph,
     default_saved_hooks,
     has_modes,
@@ -1191,6 +1192,21 @@ def test_the_innermost_hooks_of_saved_tensors() -> None:
     assert default_saved_hooks() is None
 
 
+def test_hooks_of_saved_tensors_that_may_change_values_are_named() -> None:
+    around = torch.autograd.graph.saved_tensors_hooks
+    assert changing_hooks() == ""
+    with around(torch.round, lambda tensor: tensor):
+        assert changing_hooks() == "_VariableFunctionsClass.round"
+        with torch.autograd.graph.save_on_cpu():
+            assert changing_hooks() == ""
+        with around(torch.nn.Identity(), lambda tensor: tensor):
+            assert changing_hooks() == "Identity()"
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda x: seen.append(changing_hooks()) or x.exp(), x, use_reentrant=False)
+    assert seen == [""]
+
+
 def test_backward_passes_go_through_one_function() -> None:
     seen: list[bool] = []
 
@@ -1977,7 +1993,7 @@ def test_what_a_forward_pass_runs_under_is_there_again() -> None:
     x = torch.ones(3)
     torch.set_default_dtype(torch.float64)
     with Doubled():
-        ambient = Ambient(lambda _hook: True)
+        ambient = Ambient()
     torch.set_default_dtype(torch.float32)
     with ambient.again():
         assert torch.ones(1).dtype == torch.float64 and torch.equal(torch.exp(x), x.exp() * 2)
@@ -1988,7 +2004,7 @@ def test_what_a_forward_pass_runs_under_is_read_whatever_way_the_user_sets_preci
     before = torch.backends.mkldnn.matmul.fp32_precision
     try:
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"
-        ambient = Ambient(lambda _hook: True)
+        ambient = Ambient()
         torch.backends.mkldnn.matmul.fp32_precision = "ieee"
         with ambient.again():
             assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
@@ -2006,8 +2022,8 @@ def test_hooks_of_saved_tensors_are_there_again_and_not_for_what_is_saved_as_it_
 
     x = torch.full((3,), 1.25, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ambient = Ambient(lambda hook: hook is pack)
-        with saved_as_they_are(lambda hook: hook is pack):
+        ambient = Ambient()
+        with saved_as_they_are():
             x.square().sum().backward()
     assert not saved and torch.equal(x.grad, x * 2)
     kept: list[torch.Tensor] = []

@@ -13,7 +13,7 @@ from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import InvalidTargetError, UnsupportedStepError
-from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.autograd import any_autocast, changing_hooks
 from memfit.torch_private.ranks import replicated_class
 
 _FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"
@@ -51,7 +51,7 @@ def require_training_context(what: str, step: TrainingStep) -> None:
         step: that is captured or run; one without a backward pass needs no gradients.
 
     Raises:
-        UnsupportedStepError: gradients are off, or autocast is on.
+        UnsupportedStepError: gradients are off, autocast is on, or hooks of saved tensors that may change values.
     """
     if not step.has_backward and torch.is_inference_mode_enabled():
         raise UnsupportedStepError(f"{what} inside torch.inference_mode(); leave that block, or use torch.no_grad()")
@@ -63,6 +63,11 @@ def require_training_context(what: str, step: TrainingStep) -> None:
         raise UnsupportedStepError(
             f"{what} inside torch.autocast, whose cache outlives a step; autocast belongs in the loss function: `with "
             "torch.autocast(...)` around the model's call there"
+        )
+    if hook := changing_hooks():
+        raise UnsupportedStepError(
+            f"{what} inside hooks of saved tensors ({hook}), which may change what backward reads; they belong in the "
+            "loss function, around the model's call there, or take memfit.checkpoint, inside whose loop they may be on"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,7 @@ class BlockMode(UnwrappedMode):
         if self.call.is_kept:
             pack, unpack = self._told(pack, unpack)
 
+        @wraps(pack)  # a user's own is told from others by its module
         def note(tensor: torch.Tensor) -> Any:
             moment = self._tick()
             self.call.saves.append(moment)

@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 
-from memfit.capture.code_reads import is_own
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
@@ -80,7 +79,7 @@ class CallSnapshot:
         self, reach: Reach, args: tuple[Any, ...], kwargs: dict[str, Any], *, copies_all: bool = False
     ) -> None:
         self._reach, self._copies_all = reach, copies_all
-        self._ambient = Ambient(is_users_hook)
+        self._ambient = Ambient()
         reach.free_replaced()
         self._held = Snapshot([_of_tables(reach.tables)])
         ((_, self._own),) = self._held.held
@@ -374,9 +373,3 @@ def _is_one_memory(now: Any, value: Any) -> bool:
     if not (is_alike and is_plain_dense(now) and is_plain_dense(value)):
         return False
     return now.data_ptr() == value.data_ptr() != 0 and now.stride() == value.stride()
-
-
-def is_users_hook(hook: Any) -> bool:
-    """Return whether a hook of saved tensors is of the user's own code, which may change what it is given."""
-    code = getattr(hook, "__code__", None)
-    return code is not None and is_own(code.co_filename)

@@ -21,7 +21,7 @@ from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.snapshots import CallSnapshot, is_users_hook
+from memfit.checkpointing.snapshots import CallSnapshot
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.memory.host.room import Host, OnHost
 from memfit.torch_private.ambient import saved_as_they_are
@@ -121,7 +121,7 @@ class Steering:
         forward, args, kwargs = _each_once(forward, args, kwargs)
         forward = partial(forward, **kwargs) if kwargs else forward  # some may have names of _OF_CHECKPOINTS
         # The inputs: the block's own saves have the checkpoint's hooks.
-        with hooks_aside_in_transforms(), saved_as_they_are(is_users_hook):
+        with hooks_aside_in_transforms(), saved_as_they_are():
             return stock_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
     def _contexts(self, present: Pass, spot: Spot, ruling: Ruling, snapshot: CallSnapshot) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from memfit.dynamo.compiled_graph import CompiledGraph
 from memfit.dynamo.inputs import (
     Signatures,
     device_of,
+    refuse_changing_hooks,
     refuse_other_hooks,
     refuse_ranks,
 )
@@ -130,6 +131,7 @@ class PlannedGraph:
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
         refuse_other_hooks(self._hooks)
+        refuse_changing_hooks()
         device = device_of(inputs)
         with turn_on(device).of(self, "the forward pass of a graph that memfit's backend compiled"):
             self._device = device

@@ -17,7 +17,7 @@ from memfit.capture.functionalize import CAST_INSIDE
 from memfit.errors import NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
-from memfit.torch_private.autograd import any_autocast, backward_keeps_graph
+from memfit.torch_private.autograd import any_autocast, backward_keeps_graph, changing_hooks
 from memfit.torch_private.guarding import TensorMetadata
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import is_plain_dense, tensors_in
@@ -169,6 +169,20 @@ def refuse_other_hooks(hooks: list[Any]) -> None:
             "hooks on all modules (torch.nn.modules.module.register_module_...) were added or removed since the model "
             "was captured, which PyTorch's compiler does not look at: call torch.compiler.reset(), or use "
             "memfit.compile(model, budget=...), which captures the model again"
+        )
+
+
+def refuse_changing_hooks() -> None:
+    """Refuse a call with gradients inside hooks of saved tensors that may change values.
+
+    Raises:
+        NotOneGraphError: such hooks are on.
+    """
+    hook = changing_hooks() if torch.is_grad_enabled() else ""
+    if hook:
+        raise NotOneGraphError(
+            f"hooks of saved tensors ({hook}) are around a call, and may change what they are given: a plan keeps "
+            "other tensors than eager does, so that gradients would have other bits; memfit.checkpoint has eager's"
         )
 
 

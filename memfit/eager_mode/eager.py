@@ -33,6 +33,7 @@ from memfit.system.budget import format_bytes, on_card, parse_budget, parse_host
 from memfit.system.cpu_limit import CpuLimit
 from memfit.system.recorder import Usage, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
+from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.cuda import turn_on_expandable_segments
 from memfit.torch_private.sharding import is_sharded, modules_that_gather, parameters_that_are_gathered
 from memfit.torch_private.tensors import tensors_reached
@@ -114,6 +115,11 @@ class Eager(Uncopied):
     def __enter__(self) -> Eager:
         if self._usage is not None:
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
+        if hook := changing_hooks():
+            raise UnsupportedStepError(
+                f"memfit.eager's block was entered inside hooks of saved tensors ({hook}), which may change what "
+                "backward reads, and which its own take the place of: enter them inside of the block"
+            )
         self._thread = threading.current_thread()
         with ExitStack() as entered:
             entered.enter_context(turn_on(self.device).of(self, "memfit.eager's block"))
@@ -272,8 +278,8 @@ def eager(
             block, where a copy fails.
         OverBudgetError: in the block, where a call does not fit and nothing is left to free.
         UnsupportedStepError: a model under tensor parallelism; at the block's entry, where another thread runs a
-            planned step, or is in a block, on the device; in the block, where another thread runs backward of what the
-            block saved.
+            planned step, or is in a block, on the device, or inside hooks of saved tensors that may change values; in
+            the block, where another thread runs backward of what the block saved.
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(

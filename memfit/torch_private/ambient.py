@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from memfit.torch_private.autograd import UnwrappedMode, autocast_nesting, default_saved_hooks, no_modes
+from memfit.torch_private.autograd import UnwrappedMode, autocast_nesting, changing_hooks, default_saved_hooks, no_modes
 
 _C: Any = torch._C
 _CUDA: Any = torch.backends.cuda
@@ -40,20 +40,15 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class Ambient:
-    """What a forward pass runs under, so that it can run under the same once more, in backward.
-
-    Args:
-        is_own: returns whether hooks of saved tensors are the user's, so that what they change reaches the gradients.
-    """
+    """What a forward pass runs under, so that it can run under the same once more, in backward."""
 
     __slots__ = ("_dispatch_modes", "_function_modes", "_hooks", "_settings")
 
-    def __init__(self, is_own: Callable[[Any], bool]) -> None:
+    def __init__(self) -> None:
         self._settings = [read() for read, _ in _SETTINGS]
         self._function_modes = _get_current_function_mode_stack() if _C._len_torch_function_stack() else []
         self._dispatch_modes = _get_current_dispatch_mode_stack() if _C._len_torch_dispatch_stack() else []
-        hooks = default_saved_hooks()
-        self._hooks = hooks if hooks is not None and is_own(hooks[0]) else None
+        self._hooks = default_saved_hooks() if changing_hooks() else None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -115,14 +110,9 @@ def _casts(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def saved_as_they_are(is_own: Callable[[Any], bool]) -> AbstractContextManager[Any]:
-    """Return a context in which tensors are saved for backward as they are, whatever hooks of the user's are on.
-
-    Args:
-        is_own: see `Ambient`.
-    """
-    hooks = default_saved_hooks()
-    if hooks is None or not is_own(hooks[0]):
+def saved_as_they_are() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are saved for backward as they are, whatever hooks of the user's are on."""
+    if not changing_hooks():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
+from types import FunctionType, MethodType
 from typing import Any, Self, cast
 
 import torch
@@ -186,6 +187,23 @@ class UnwrappedMode(TorchDispatchMode):
 def default_saved_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the innermost hooks of saved tensors (pack, unpack) that are on in this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def changing_hooks() -> str:
+    """Return the name of the innermost hook of saved tensors that is on, if it may change values; else an empty text.
+
+    Those of memfit, of torch's checkpoints and ranks, and `save_on_cpu` keep them; of all others nothing is known.
+    """
+    hooks = default_saved_hooks()
+    if hooks is None:
+        return ""
+    pack: Any = hooks[0]
+    if isinstance(pack, FunctionType | MethodType) and (pack.__module__ or "").startswith(_KEEPING):
+        return ""
+    return getattr(pack, "__qualname__", None) or repr(pack)
+
+
+_KEEPING = ("memfit.", torch.autograd.graph.__name__, torch.utils.checkpoint.__name__, "torch.distributed.")
 
 
 def require_unwritten(saved: torch.Tensor, version: int) -> None:

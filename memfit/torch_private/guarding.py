@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from memfit.system.addresses import returns_same
+from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.modules import leaf_hooks
 
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
@@ -47,6 +48,7 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "math attention": _C._get_math_sdp_enabled,
     "mkldnn": _C._get_mkldnn_enabled,
     "cudnn": _C._get_cudnn_enabled,
+    "hooks of saved tensors": changing_hooks,
 }
 
 
