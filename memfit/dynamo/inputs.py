@@ -111,12 +111,19 @@ def overlapping(inputs: Sequence[Any]) -> dict[int, tuple[int, int]]:
 
 def refuse_retained_graph() -> None:
     """Refuse a backward that keeps its graph; it runs before the backward, when nothing has been released."""
-    if backward_keeps_graph():
+    if not backward_keeps_graph():
+        return
+    if torch.is_grad_enabled():
         raise UnsupportedStepError(
-            "backward with retain_graph=True, or a gradient with create_graph=True: a planned step frees activations "
-            "as backward consumes them; call backward once, or train this model under memfit.eager or "
-            "memfit.checkpoint, which hold its budget"
+            "a gradient with create_graph=True: the backward pass of a planned graph has no derivative; memfit.eager "
+            "holds the budget of such a loop, and memfit.fit, given a loss that takes the gradient inside "
+            "(memfit.checkpoint keeps what it recomputes until the outer pass ends)"
         )
+    raise UnsupportedStepError(
+        "backward with retain_graph=True: a planned graph frees activations as backward consumes them; call backward "
+        "once, for the sum of the losses, or train this model under memfit.eager or memfit.checkpoint, which hold its "
+        "budget"
+    )
 
 
 def refuse_other_autocast(is_expected: bool) -> None:
