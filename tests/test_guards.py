@@ -241,6 +241,27 @@ def test_what_the_optimizer_keeps_of_parameters_that_it_no_longer_updates_is_pre
     assert before_bytes + padding_bytes + usage.peak_bytes == step.plans[-1].predicted.peak_bytes
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+def test_a_weight_decay_that_is_switched_on_is_in_the_plan(kind: Any) -> None:
+    model, batch = nn.Linear(64, 64), torch.randn(4, 64)
+    optimizer = kind(model.parameters(), lr=0.01)
+    step = memfit.fit(model, lambda model, batch: model(batch).pow(2).mean(), batch, optimizer=optimizer, budget="300%")
+    assert isinstance(step, PlannedStep)
+    step(batch)
+    predicted_bytes = step.plans[-1].predicted.peak_bytes
+    optimizer.param_groups[0]["lr"] = 0.005  # changes nothing
+    step(batch)
+    assert len(step.plans) == 1
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    for _ in range(2):  # the first one plans
+        before_bytes = resident_bytes(step, batch)
+        with record("cpu") as usage:
+            step(batch)
+    assert len(step.plans) == 2
+    assert before_bytes + usage.peak_bytes <= step.plans[-1].predicted.peak_bytes
+    assert step.plans[-1].predicted.peak_bytes > predicted_bytes
+
+
 def test_add_param_group() -> None:
     def change(own: Case) -> None:
         own.optimizer.add_param_group({"params": list(own.model[3].parameters()), "lr": 0.5})

@@ -78,7 +78,7 @@ def finish_near(captured: Captured, near: Captured, samples: Samples) -> Capture
     """Return `captured` finished after one run of each op that is new, with what another size of the step has shown.
 
     Results, workspaces and in-place forms are observed at this size. Seconds come from `samples`. What the optimizer's
-    updates take, which does not depend on the batch, is that of `near`.
+    updates take, which does not depend on the batch, is that of `near`, unless its settings are others now.
 
     Args:
         captured: a captured step, whose device is here.
@@ -101,7 +101,8 @@ def finish_near(captured: Captured, near: Captured, samples: Samples) -> Capture
         else op
         for op, known, call in zip(finished.graph.ops, near.graph.ops, finished.binding.calls, strict=True)
     )
-    return replace(finished, graph=msgspec.structs.replace(finished.graph, ops=tuple(ops)))
+    graph = msgspec.structs.replace(finished.graph, ops=tuple(ops))
+    return replace(finished, graph=with_measured_updates(graph, finished.binding))
 
 
 def finish_as_observed(captured: Captured, observed: Sequence[Observation | None]) -> Captured:

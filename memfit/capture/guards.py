@@ -27,6 +27,7 @@ from memfit.torch_private.modules import global_module_hooks, leaf_hooks, module
 from memfit.torch_private.sharding import is_sharded
 from memfit.torch_private.tensors import is_plain_dense, storage_key
 
+_RATES = ("lr", "initial_lr")
 _ALWAYS = MODULE_NAMES | {"momentum"}  # capture itself sets the momentum of batch normalization
 
 
@@ -75,7 +76,7 @@ class Guards:
                 if is_plain_dense(value):
                     self.tensors.add(value, f"{items.path}[{number}]")
         self._values = [self._value_read(tensor) for tensor in values]
-        self._groups = _groups(step.optimizer)
+        self._groups, self._zeros = _groups(step.optimizer), _zeros(step.optimizer)
         self._is_armed = False
 
     def take_left(self) -> None:
@@ -137,9 +138,14 @@ class Guards:
     def _group_difference(self) -> Difference | None:
         sizes, members = self._groups
         now_sizes, now = _groups(self._optimizer)
-        if now_sizes == sizes and all(map(is_, members, now)):
-            return None
-        return Difference(what="the parameters in the optimizer's groups")
+        if now_sizes != sizes or not all(map(is_, members, now)):
+            return Difference(what="the parameters in the optimizer's groups")
+        for number, names in enumerate(self._zeros):
+            values = self._optimizer.param_groups[number].get  # pyright: ignore[reportOptionalMemberAccess]
+            if any(map(values, names)):
+                name = next(filter(values, names))
+                return Difference(what=f"{name} of the optimizer's group {number}, from {self._zeros[number][name]!r}")
+        return None
 
     def _value_read(self, tensor: torch.Tensor) -> tuple[int | torch.Tensor, torch.Tensor]:
         """Return a tensor whose values were read, or the position of the guarded one on its memory; and the values."""
@@ -204,6 +210,18 @@ class Guards:
             left = {name: value for name, value in table.left.items() if is_fixed(value)}
             guarded = GuardedTable(path=table.path, table=table.table, values=values, accepted=left, is_whole=is_whole)
             self._number_tensors(guarded)
+
+
+def _zeros(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Return by group which of its numbers are 0, or off: an update leaves out what they stand for, and its memory.
+
+    A learning rate takes none, and schedules begin with 0.
+    """
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups if optimizer is not None else ():
+        numbers = {name: value for name, value in group.items() if isinstance(value, int | float)}
+        found.append({name: value for name, value in numbers.items() if not value and name not in _RATES})
+    return found
 
 
 def _groups(optimizer: torch.optim.Optimizer | None) -> tuple[list[int], list[torch.Tensor]]:
