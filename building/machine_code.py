@@ -56,12 +56,14 @@ def _compile_the_rest() -> None:
     """Compile what a plan and a layout of a small step do not call: published planners and packers, and rare paths."""
     from memfit.compile_ahead import small_problem
     from memfit.packing.improve import ejecting
+    from memfit.packing import Block, Blocks, pack
     from memfit.packing.registry import compile_packers
     from memfit.planners.registry import make_planner
 
     for name in ("sublinear", "linear_split"):
         make_planner(name).plan(small_problem())
-    compile_packers(("tags",))
+    compile_packers()
+    pack(Blocks.of([Block(id=number, bytes=64, start=number, end=number + 2) for number in range(4)]), "tags")
     room = _chosen(ejecting.take_out).signature.args[0]
     ejecting.put_all.dispatcher.compile((room,))
 
