@@ -55,8 +55,8 @@ def main() -> None:
 def _compile_the_rest() -> None:
     """Compile what a plan and a layout of a small step do not call: published planners and packers, and rare paths."""
     from memfit.compile_ahead import small_problem
-    from memfit.packing.improve import ejecting
     from memfit.packing import Block, Blocks, pack
+    from memfit.packing.improve import ejecting
     from memfit.packing.registry import compile_packers
     from memfit.planners.registry import make_planner
 
