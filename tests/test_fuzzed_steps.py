@@ -395,7 +395,7 @@ UNDER_MODES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     "eigvalsh": (lambda inputs, _: torch.linalg.eigvalsh(squared(inputs)).sum(), "computes singular values and eige"),
     "cond": (lambda inputs, _: torch.linalg.cond(inputs), "computes singular values and eigenvalues"),
     "nuclear norm": (lambda inputs, _: torch.linalg.matrix_norm(inputs, "nuc"), "computes singular values and eigen"),
-    "prod": (lambda _, outputs: (outputs.tanh() + 1).prod(1).mean(), "the gradient of torch.prod otherwise"),
+    "prod": (lambda _, outputs: (outputs.tanh() + 1).prod(1).mean(), "the gradient of torch.prod differently"),
     "vectors": (lambda inputs, _: torch.linalg.eigh(squared(inputs))[1].sum(), None),
     "with a gradient": (lambda _, outputs: torch.linalg.svdvals(outputs).sum(), None),
     "prod of the batch": (lambda inputs, _: inputs.prod(1).mean(), None),

@@ -544,6 +544,7 @@ def test_code_that_asks_whether_it_is_compiled_is_named(caplog: pytest.LogCaptur
     another = Asking()
     compiled_calls(another, eager_call(another), backend)(values)
     assert caplog.text.count("asks whether it is being compiled") == 2, "once for each model"
+    assert captured == [1, 2, 1], "sizes that have changed of one model are not those of another"
     torch.compiler.reset()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ class _Answers(dict[Any, Any]):
         return answer
 
 
+_numbers = itertools.count()  # of functions that were compiled
 _questions: list[CodeType] = []  # code that has asked and was not named since
 
 
@@ -82,8 +84,10 @@ def compiled_calls(
     def call(*args: Any, **kwargs: Any) -> Any:  # no code of torch's, so that Dynamo enters it
         return function(*args, **kwargs)
 
+    name = f"{call.__name__}_{next(_numbers)}"  # by file, line and name Dynamo keeps which sizes have changed
+
     def compile_anew() -> Callable[..., Any]:  # Dynamo keeps what it compiled by the code object
-        own = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+        own = FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
         return torch.compile(own, backend=backend, fullgraph=True)
 
     _patch_torch_for_dynamo()
