@@ -17,11 +17,13 @@ import torch
 from occupied import bytes_now
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import memfit
 from memfit.dynamo import backend
 from memfit.dynamo.backend import PlannedGraph
 from memfit.dynamo.inputs import Signatures, signatures
+from memfit.dynamo.optimizers import state_to_come
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
@@ -333,6 +335,25 @@ def test_what_is_set_aside_for_the_optimizer_is_said(caplog: pytest.LogCaptureFi
     planned = torch.compile(step.model, backend="memfit", options={"budget": "10MiB", "planner": "none"})
     planned(conv_batch()[0])
     assert "set aside for the optimizer" in caplog.text
+
+
+def test_what_is_set_aside_is_what_the_optimizer_has_yet_to_make(caplog: pytest.LogCaptureFixture) -> None:
+    models = [nn.Linear(64, 64) for _ in range(4)]
+    parameters = [list(model.parameters()) for model in models]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.SGD(parameters[0], lr=0.1),
+        torch.optim.SGD(parameters[1], lr=0.1, momentum=0.9),
+        torch.optim.AdamW(parameters[2]),
+    ]
+    size_bytes, count_bytes, device = 64 * 65 * 4, 64, torch.device("cpu")
+    to_come = [state_to_come(each, device) for each in parameters]
+    assert to_come[:2] == [(0, 0), (size_bytes, 0)]
+    assert to_come[2] == (2 * size_bytes + 2 * count_bytes, 0)
+    assert to_come[3] == (2 * size_bytes, 2 * size_bytes), "of one that no optimizer has, as Adam would take"
+    set_optimizer_state_dict(models[2], optimizers[2], get_optimizer_state_dict(models[2], optimizers[2]))
+    assert state_to_come(parameters[2], device) == (0, 0), "it is there"
+    torch.compile(models[0], backend="memfit", options={"budget": "10MiB", "planner": "none"})(torch.randn(2, 64))
+    assert "set aside" not in caplog.text
 
 
 def test_the_backend_is_found_without_importing_memfit() -> None:
