@@ -761,7 +761,7 @@ CLAIMS: tuple[Claim, ...] = (
         against="a pool at the capacity of 16 GB",
         measure=figures.growth_over_mini_batches(gib=16),
         verdict=Verdict.OTHER,
-        why="predicted, with drawn lengths of sentences",
+        why="predicted, with drawn lengths of sentences; a pool of exact sizes, as the paper does not describe its own",
     ),
     Claim(
         row="sekiyama-figure-2d",

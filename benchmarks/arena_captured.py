@@ -90,7 +90,7 @@ def figures(name: str, batch: int | None) -> dict[str, Any]:
         "peak_live_bytes": exact.lower_bound_bytes,
         "apart_bytes": int(exact.sizes_bytes.sum()),
         "outliving_bytes": int(step.outside_bytes.max(initial=0)),
-        "reserved": _reserved(graph, schedule, layout.height_bytes),
+        "reserved": reserved_by_way(graph, schedule, layout.height_bytes),
         "arena_over_peak": layout.height_bytes / exact.lower_bound_bytes,
         "arena_over_apart": layout.height_bytes / int(exact.sizes_bytes.sum()),
         "proven": layout.proven,
@@ -100,7 +100,7 @@ def figures(name: str, batch: int | None) -> dict[str, Any]:
     }
 
 
-def _reserved(graph: Graph, schedule: Schedule, height_bytes: int) -> dict[str, int]:
+def reserved_by_way(graph: Graph, schedule: Schedule, height_bytes: int) -> dict[str, int]:
     """Return the bytes that a process takes of a GPU in three steps, residents included, by what serves the step."""
     paged = AllocatorSettings(expandable_segments=True)
     return {

@@ -3,8 +3,9 @@
 Two questions, answered by memfit's model of torch's caching allocator on steps that are captured with fake tensors:
 
 `seq2seq`: what a process takes of a GPU after 10 mini-batches of sentences, each of other lengths: with the allocator's
-pool, with expandable segments, with a pool whose blocks serve requests of just their size, as Chainer's did, and with
-the arena, whose layouts (one for each mini-batch) share one piece of memory.
+pool, with expandable segments, with a pool whose blocks serve requests of just their size, and with the arena, whose
+layouts (one for each mini-batch) share one piece of memory. Chainer 1 had a pool of exact sizes; what the paper's
+Chainer 3 had, it does not say.
 The network is that of Chainer's example: three LSTM layers of 1,024 units, vocabularies of 40,000 words, sentences of
 up to 50 words, without padding; inference generates 100 words. WMT15 is not on this machine: the lengths are drawn.
 
@@ -26,7 +27,7 @@ import torch
 from _measure import GIB, MIB
 from _record import load, result_path, store
 from arena import NETWORKS
-from arena_captured import compile_packers, step_of
+from arena_captured import compile_packers, reserved_by_way, step_of
 from arena_seq2seq import PAPERS_WORDS, PapersSeq2seq, drawn_lengths, sorted_words
 
 from memfit import TrainingStep
@@ -41,7 +42,7 @@ from memfit.planners.engine.results import unplanned_schedule
 from memfit.schedule import Schedule
 from memfit.simulate.allocator_trace import Event, EventKind, replay
 from memfit.simulate.cuda_allocator import AllocatorSettings, whole_segments_bytes
-from memfit.simulate.reserved import reserved, schedule_events
+from memfit.simulate.reserved import schedule_events
 from memfit.system.recorder import taken_bytes
 
 SEED = 20183
@@ -146,14 +147,8 @@ def generation() -> dict[str, int]:
 
 def taken(graph: Graph, schedule: Schedule) -> dict[str, int]:
     """Return what a process takes of a GPU for equal steps, by what serves them, in bytes."""
-    paged = AllocatorSettings(expandable_segments=True)
     height_bytes, blocks = laid_out(graph, schedule)
-    return {
-        "blocks": blocks,
-        "pool": reserved(graph, schedule).peak_bytes,
-        "expandable": reserved(graph, schedule, paged).peak_bytes,
-        "arena": reserved(graph, schedule, paged, arena_bytes=height_bytes).peak_bytes,
-    }
+    return {"blocks": blocks, **reserved_by_way(graph, schedule, height_bytes)}
 
 
 def widest(name: str) -> dict[str, Any]:

@@ -104,10 +104,17 @@ def run(case: Case) -> dict[str, Any]:
         "most": max(held.peaks) / budget,
         "use": used[-1] / budget,
         "bare_bytes": max(bare.peaks),
+        "bare_spread": _spread(bare),
         "lean": held.peaks[0] / max(bare.peaks),
         "left_bytes": after - before,
         "kinds": kinds,
     }
+
+
+def _spread(steps: Steps) -> float:
+    """Return by how much equal steps differ, as a share of the smallest: those that follow the first update."""
+    equal = [peak for peak, largest in list(zip(steps.peaks, steps.largest, strict=True))[2:] if largest]
+    return max(equal, default=1) / min(equal, default=1) - 1
 
 
 def _live_bytes(uncounted: Uncounted) -> int:
@@ -215,6 +222,7 @@ def summary(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "most": max(each["most"] for each in ranks),
         "use": min(each["use"] for each in ranks),
         "bare_bytes": max(each["bare_bytes"] for each in ranks),
+        "bare_spread": max(each["bare_spread"] for each in ranks),
         "lean": max(each["lean"] for each in ranks),
         "left_bytes": max(each["left_bytes"] for each in ranks),
         "kinds": ranks[0]["kinds"],
@@ -227,7 +235,8 @@ def _text(row: dict[str, Any]) -> str:
         return row["error"]
     return (
         f"bits {'same' if row['same_bits'] else 'OTHER'}, over {row['over']}, most {row['most']:.3f}, use "
-        f"{row['use']:.3f}, lean {row['lean']:.3f}, {row['bare_bytes'] / 2**20:.0f} MiB (left "
+        f"{row['use']:.3f}, lean {row['lean']:.3f}, {row['bare_bytes'] / 2**20:.0f} MiB (steps differ by "
+        f"{row['bare_spread']:.1%}, left "
         f"{row['left_bytes'] / 2**20:.1f}), {row['seconds']:.0f} s; {row['kinds']}"
     )
 

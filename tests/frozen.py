@@ -54,7 +54,7 @@ class Frozen:
 
 
 def _is_wanted(thing: object) -> bool:
-    """Return whether it is a tensor or a random generator; optimizers, too, are looked for, but only of a test's own."""
+    """Return whether it is a tensor or a random generator; optimizers are looked for, too, but not of other files."""
     kind = type(thing)
     torch, draws = sys.modules.get("torch"), sys.modules.get("memfit.capture.draws")
     return (torch is not None and issubclass(kind, torch.Tensor)) or (

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from measuring import measured, set_free_bytes
+from measuring import QUICK, measured, set_free_bytes
 
 from memfit import Graph
 from memfit.binding import Binding, Call, Value
@@ -23,7 +23,6 @@ from memfit.capture.training_step import TrainingStep
 from memfit.commands.check import check
 from memfit.cost.calibration import Probe, calibrate
 from memfit.cost.environment import environment, free_system_bytes
-from memfit.cost.link import Amounts
 from memfit.cost.measurement import measure
 from memfit.cost.observations import Observations, RealResult, call_key
 from memfit.cost.op_inputs import InputMaker
@@ -461,15 +460,7 @@ class Update:
 @pytest.fixture
 def calibrated() -> None:
     """Have rates of the CPU, measured on so little data that they are not right."""
-    amounts = Amounts(
-        smallest_product=16,
-        largest_product=16,
-        copy_bytes=1 << 16,
-        disk_copy_bytes=1 << 16,
-        turn_seconds=0.0,
-        sum_bytes=1 << 14,
-    )
-    calibrate(CPU, amounts=amounts)
+    calibrate(CPU, amounts=QUICK)
 
 
 def test_products_in_tf32_are_measured_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,23 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from measuring import QUICK
 
 from memfit.cost.calibration import calibrate, linked_device, local_device
 from memfit.cost.device_profiles import DEVICES, load_device
 from memfit.cost.environment import find_device
-from memfit.cost.link import Amounts
 from memfit.device import Device
 from memfit.errors import HostMemoryError, InvalidDeviceError, InvalidFileError
-
-# Of so little data the rates are not right, but the way to them is the same.
-QUICK = Amounts(
-    smallest_product=16,
-    largest_product=64,
-    copy_bytes=1 << 16,
-    disk_copy_bytes=1 << 16,
-    turn_seconds=0.0,
-    sum_bytes=1 << 14,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ FAST = [
 OVER = {  # in one or two steps, by what is said in docs/ranks.md; their bits are stock's
     "FSDP2 | Trainer | gradient_checkpointing | auto",
     "FSDP2 | own | accumulation | eager",
-    *(case.name for case in CASES if case.wrapper == "torchtitan, TP"),  # equal steps of the bare loop differ by 6%
+    *(case.name for case in CASES if case.wrapper == "torchtitan, TP"),  # equal steps of the bare loop may differ by 6%
 }
 BROKEN = {  # in PyTorch's own loop, on torch 2.13
     "torchtitan, TP, compiled | own | plain | checkpoint",
