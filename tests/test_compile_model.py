@@ -379,7 +379,7 @@ optimizer.step(closure)
     ("compile_line", "words"),
     [
         ("model.compile", ""),
-        ("model[1].forward = torch.compiler.disable(model[1].forward); model.compile", "no graph has reached it"),
+        ("model[1].forward = torch.compiler.disable(model[1].forward); model.compile", "no graph of it has reached"),
         (
             "import os; os.environ['TORCH_COMPILE_DISABLE'] = '1'; torch._dynamo.config.disable = True; model.compile",
             "no",
@@ -393,7 +393,7 @@ def test_a_backend_that_no_graph_reaches_raises_at_the_first_update(compile_line
     assert words in done.stderr
 
 
-def test_each_model_that_is_compiled_is_checked_at_the_next_update() -> None:
+def test_each_model_that_is_compiled_is_checked_at_its_first_update() -> None:
     from memfit.dynamo.lookup import memfit_backend
 
     def train(call: Any, model: nn.Module) -> None:
@@ -410,6 +410,58 @@ def test_each_model_that_is_compiled_is_checked_at_the_next_update() -> None:
     with pytest.raises(UnsupportedStepError, match="the loop calls a method or a part"):
         train(late._orig_mod, models[2])
     train(late, models[2])
+
+
+def _blocks_and_optimizer() -> tuple[list[nn.Module], torch.optim.Optimizer]:
+    from memfit.dynamo.lookup import memfit_backend
+
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    for block in blocks:
+        block.compile(backend=memfit_backend, options={"budget": "1MiB", "reserve": 0, "planner": "none"})
+    return blocks, torch.optim.SGD([each for block in blocks for each in block.parameters()], lr=0.1)
+
+
+@pytest.mark.parametrize("sets_to_none", [False, True])
+def test_blocks_that_were_not_called_yet_are_checked_at_their_first_gradients(sets_to_none: bool) -> None:
+    blocks, optimizer = _blocks_and_optimizer()
+    for called in ((0,), (1, 0), (0, 1, 2)):
+        optimizer.zero_grad(set_to_none=sets_to_none)
+        values = torch.randn(3, 4)
+        for number in called:
+            values = blocks[number](values)
+        values.sum().backward()
+        if not sets_to_none:
+            for parameter in (each for block in blocks for each in block.parameters() if each.grad is None):
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+def test_a_model_whose_methods_train_is_refused_where_graphs_of_others_run() -> None:
+    blocks, optimizer = _blocks_and_optimizer()
+    values = blocks[1](blocks[0](torch.randn(3, 4)))
+    with torch.no_grad():
+        blocks[2](values)
+    blocks[2].forward(values).sum().backward()
+    before = [each.clone() for block in blocks for each in block.parameters()]
+    with pytest.raises(UnsupportedStepError, match=r"a model \(Sequential\) was compiled .* memfit\.compile"):
+        optimizer.step()
+    assert all(map(torch.equal, before, (each for block in blocks for each in block.parameters())))
+
+
+def test_a_function_that_was_compiled_is_reached_by_any_graph() -> None:
+    from memfit.dynamo.lookup import memfit_backend
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaled = torch.compile(
+        lambda given: given * 2, backend=memfit_backend, options={"budget": "1MiB", "reserve": 0, "planner": "none"}
+    )
+    model(torch.randn(3, 4)).sum().backward()
+    with pytest.raises(UnsupportedStepError, match="a function was compiled"):
+        optimizer.step()
+    model(scaled(torch.randn(3, 4))).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

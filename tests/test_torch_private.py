@@ -169,6 +169,7 @@ from memfit.torch_private.sharding import (
     groups_shown,
     groups_that_divide,
     is_fully_sharded,
+    is_of_fsdp,
     is_sharded,
     local,
     local_gradient,
@@ -638,8 +639,8 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
     with config.patch({"recompile_limit": 3, "accumulated_recompile_limit": 4, _BY_TAGS: True}):
         before = config.get_config_copy()
         mine, others = _counting_backend(), _counting_backend()
-        asked: list[bool] = []
-        compile_soundly(mine[0], lambda: asked.append(True))
+        asked: list[object] = []
+        compile_soundly(mine[0], asked.append)
         assert set(find(*mine).values()) == {True}
         assert len(asked) == 4
         assert set(find(*others).values()) == {False}
@@ -1647,6 +1648,7 @@ def sharded_model(one_rank: None) -> torch.nn.Module:  # noqa: ARG001 (its group
 def test_sharded_tensors_have_a_local_part(sharded_model: torch.nn.Module) -> None:
     weight, plain = sharded_model[0].weight, torch.ones(2)
     assert is_sharded(weight) and not is_sharded(plain) and not is_sharded(None)
+    assert is_of_fsdp(weight) and not is_of_fsdp(plain)
     assert local(weight).shape == (2, 3) and not is_sharded(local(weight)) and local(plain) is plain
     assert whole_part(weight).data_ptr() == local(weight).data_ptr() and whole_part(weight).shape == (6,)
     assert local_gradient(weight) is None

@@ -102,13 +102,16 @@ class PlannedGraph:
             beside it saves for backward.
 
     Attributes:
-        called: of the class: whether any graph was called since a model was last compiled with the backend.
+        called: of the class: whether any graph was called since something was last compiled with the backend.
+        trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded. None if
+            all models are checked that were compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
         sharing: of the budget with other parts of a model; None if it is planned by itself.
         compiled: by what it depends on of its inputs.
     """
 
     called: ClassVar[bool] = False
+    trained: ClassVar[set[int] | None] = None
 
     def __init__(
         self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
@@ -130,6 +133,8 @@ class PlannedGraph:
 
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
+        if PlannedGraph.trained is not None and torch.is_grad_enabled():
+            PlannedGraph.trained |= {id(each) for each in inputs if isinstance(each, torch.nn.Parameter)}
         refuse_other_hooks(self._hooks)
         refuse_changing_hooks()
         device = device_of(inputs)

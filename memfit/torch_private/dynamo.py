@@ -199,7 +199,7 @@ _SOUND = {
 }
 
 
-def compile_soundly(backend: Callable[..., Any], asked: Callable[[], None]) -> None:
+def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], None]) -> None:
     """Let Dynamo compile for a backend as memfit needs it, from now on, and for others as before.
 
     It captures `module.compile()` where all code of the module is torch's, as in `nn.Sequential`. It looks at the hooks
@@ -208,7 +208,7 @@ def compile_soundly(backend: Callable[..., Any], asked: Callable[[], None]) -> N
 
     Args:
         backend: as torch.compile takes it.
-        asked: called for each `torch.compile` of this backend.
+        asked: called with what is compiled, for each `torch.compile` of this backend.
     """
     import torch._dynamo  # takes seconds to import
     from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
@@ -221,7 +221,7 @@ def compile_soundly(backend: Callable[..., Any], asked: Callable[[], None]) -> N
             return compiled(context, function)
         if not hasattr(given, "is_seen_by_memfit"):  # what is compiled once is called by a context several times
             given.is_seen_by_memfit = True
-            asked()
+            asked(function)
         if sound not in context.enter_exit_hooks:  # of each call of what is compiled
             context.enter_exit_hooks.append(sound)
         with torch._dynamo.config.patch(wrap_top_frame=True):

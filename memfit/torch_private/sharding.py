@@ -24,6 +24,11 @@ def is_sharded(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "_local_tensor")
 
 
+def is_of_fsdp(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP, version 1 or 2, keeps a parameter, so that its module computes with another tensor."""
+    return is_sharded(parameter) or hasattr(parameter, "_fsdp_flattened")
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor; another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
