@@ -76,6 +76,7 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/pyright --pythonpath $(BIN)/python --project benchmarks
 
 docs: $(DOCS_INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -185,7 +185,7 @@ def made(loop: Loop, *, checkpoints: bool = False) -> nn.Module:
     return loop.make(checkpoints=checkpoints).train()
 
 
-def train(loop: Loop, model: nn.Module, steps: int) -> Iterator[float]:
+def train(loop: Loop, model: nn.Module, steps: int) -> Generator[float]:
     """Train from the same seed; yield the loss of each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     torch.manual_seed(1)

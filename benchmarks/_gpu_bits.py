@@ -27,7 +27,7 @@ def measure_bits(*, model: str, options: dict[str, Any], share: str, computed: b
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=model not in WITH_ATTENTION)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     step = make_model(model, options).step
     planned = memfit.fit(
         step.model,

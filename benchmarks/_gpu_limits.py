@@ -91,7 +91,8 @@ def _tried(made: Model, name: str, cap_bytes: int, bytes_at: dict[int, int]) -> 
 
 def _at(made: Model, tokens: int) -> Any:
     """The step with a sample of so many tokens."""
-    identifiers = torch.randint(made.step.model.config.vocab_size, (1, tokens), device="cuda")
+    config: Any = made.step.model.config
+    identifiers = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     return replace(made.step, batch={"input_ids": identifiers, "labels": identifiers.clone()})
 
 

@@ -129,7 +129,7 @@ def _vit(*, batch: int, **shape: int) -> Made:
     with patch(
         "torch.Tensor.erfinv_", torch.Tensor.sinh_
     ):  # in truncated normals: CUDA compiles its kernel at run time
-        model = ViTForImageClassification(ViTConfig(**(usual | shape), num_labels=1000))
+        model = ViTForImageClassification(ViTConfig(**(usual | shape | {"num_labels": 1000})))
     loss = SupervisedLoss(criterion=_cross_entropy_of_logits, autocast=torch.bfloat16)
     images = torch.randn(batch, 3, model.config.image_size, model.config.image_size)
     step = TrainingStep(model=model, loss=loss, batch=(images, torch.randint(1000, (batch,))), name="vit")

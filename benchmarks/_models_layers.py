@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import torch
 from _models_kit import TOKENS, Batch, Make, cross_entropy, ids, itself, labels, mlp, plain
@@ -265,7 +266,7 @@ class _Sign(torch.autograd.Function):
         return inputs.sign()
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, slopes: Tensor) -> Tensor:
+    def backward(ctx: Any, slopes: Tensor) -> Tensor:
         (inputs,) = ctx.saved_tensors
         return slopes * (inputs.abs() <= 1)
 

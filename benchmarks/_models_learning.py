@@ -207,6 +207,8 @@ class Twins(nn.Module):
 class Distilled(nn.Module):
     """DINO: a centred and sharpened teacher, whose centre is a buffer that the step writes (Caron et al. 2021)."""
 
+    centre: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.student = mlp(64, 96, 32, activation=nn.GELU)

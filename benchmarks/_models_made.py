@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from _models_kit import Make, Tried, itself, labels, mlp, plain
@@ -66,6 +67,10 @@ class Matching(nn.Module):
 
 class Codebook(nn.Module):
     """VQ-VAE with a codebook of moving averages, which the step writes (van den Oord et al. 2017)."""
+
+    codes: Tensor
+    counts: Tensor
+    sums: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +150,9 @@ class Penalty(nn.Module):
 
 class Pixels(nn.Module):
     """PixelCNN: masked convolutions, whose weight is multiplied by the mask in each call (van den Oord et al. 2016)."""
+
+    layers: Any
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -39,7 +39,8 @@ def build_for_measurement(workload: str, options: dict[str, Any]) -> TrainingSte
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
         torch.use_deterministic_algorithms(True, warn_only=workload not in WITH_ATTENTION)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which would be timed, too
+        # Which would be timed, too.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     return build(workload, **options)
 
 

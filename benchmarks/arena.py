@@ -125,6 +125,7 @@ def measure_network(name: str, batch: int | None, repeats: int) -> dict[str, Any
         for _ in range(3):  # recorded; replanned, as the first step made the momentum; steady
             served()
         (plan,) = arena.plans.values()
+        assert isinstance(plan, ArenaPlan)
         found = figures(plan) | {"solver_seconds_all": arena.solver_seconds, "reoptimizations": arena.reoptimizations}
         with_seconds, without_seconds = interleaved_seconds([served, step], repeats)
         found |= {

@@ -127,7 +127,7 @@ def measure(case: str, budget: str, searches: str, package: Path) -> list[dict[s
         there = _cold(folder, package)
         for caches in ("cold", "warm"):
             request = {"case": case, "budget": budget}
-            row = {"searches": searches, "caches": caches} | in_fresh_process(
+            row: dict[str, Any] = {"searches": searches, "caches": caches} | in_fresh_process(
                 __file__, request, timeout_seconds=CHILD_SECONDS, environment=there
             )
             rows.append(row)

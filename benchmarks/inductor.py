@@ -93,7 +93,7 @@ def vit(*, small: bool) -> tuple[nn.Module, Any]:
         intermediate_size=4 * width,
         image_size=side,
         patch_size=8,
-        num_labels=10,
+        num_labels=10,  # pyright: ignore[reportCallIssue]
         problem_type="single_label_classification",
     )
     return ViTForImageClassification(config), {

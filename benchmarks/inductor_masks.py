@@ -46,7 +46,7 @@ def memfits_halves(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> 
         inputs,
         partition=lambda _joint, _outputs, as_inductor: as_inductor(None),
         around=lambda _half, call: call,
-        plan_name=lambda: "halves of a budget",
+        keeps_order=lambda: False,
     )
 
 

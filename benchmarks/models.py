@@ -121,7 +121,7 @@ def _steps(tried: Tried, step: Step, older: Uncounted) -> Iterator[tuple[int, st
         with record("cpu") as usage:
             loss = step(batch)
             tried.after(tried.model)
-        value = loss.detach().double().item().hex()
+        value = float(loss.detach().double()).hex()
         del loss, batch
         yield usage.start_bytes + usage.peak_bytes + older.live_bytes(), value
 

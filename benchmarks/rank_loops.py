@@ -198,10 +198,9 @@ def _answers(pipes: list[Any], number: int) -> list[dict[str, Any]]:
         if not ready:
             missing = set(range(len(pipes))) - found.keys()
             found |= {rank: {"error": "did not answer", "traceback": ""} for rank in missing}
-        for pipe in ready:
-            rank = pipes.index(pipe)
+        for rank in (pipes.index(each) for each in ready):
             try:
-                told, found[rank] = pipe.recv()
+                told, found[rank] = pipes[rank].recv()
                 assert told == number
             except EOFError:
                 found[rank] = {"error": "died", "traceback": ""}

@@ -141,8 +141,9 @@ def _object(compilations: list[Any]) -> bytes:
 
 
 def _remove_unused(module: Any, machine: Any) -> None:
-    import llvmlite.binding as llvm
+    import llvmlite.binding
 
+    llvm: Any = llvmlite.binding
     if hasattr(llvm, "create_new_module_pass_manager"):
         passes: Any = llvm.create_new_module_pass_manager()
         getattr(passes, "add_global_dead_code_eliminate_pass", getattr(passes, "add_global_dce_pass", None))()
