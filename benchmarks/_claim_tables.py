@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from _claim_figures import Results
+from _claim import Results
 from _claims import CLAIMS, Verdict, found_of
 
 EVIDENCE = "evidence"

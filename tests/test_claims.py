@@ -24,12 +24,14 @@ ROOT = Path(__file__).parents[1]
 MACHINE = "cpu-2core"
 sys.path.insert(0, str(ROOT / "benchmarks"))  # the scripts import one another as scripts do
 
+import _claim  # noqa: E402
 import _claims  # noqa: E402
 import _record  # noqa: E402
 import evidence  # noqa: E402
 import offloading_planners  # noqa: E402
 import tables  # noqa: E402
-from _claims import CLAIMS, Claim, Verdict, claim_named, found_of  # noqa: E402
+from _claim import Claim, Verdict  # noqa: E402
+from _claims import CLAIMS, claim_named, found_of  # noqa: E402
 
 EACH = pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.row)
 
@@ -72,7 +74,7 @@ def test_the_verdict_is_what_is_stored(claim: Claim) -> None:
 def test_rows_have_names_of_their_own_and_cover_every_paper() -> None:
     assert len({claim.row for claim in CLAIMS}) == len(CLAIMS)
     papers = [paper for paper, _ in itertools.groupby(claim.paper for claim in CLAIMS)]
-    assert papers == [_claims.CHEN, _claims.FENG, _claims.NOTE, _claims.SEKIYAMA, _claims.DQN]
+    assert papers == [_claim.CHEN, _claim.FENG, _claim.NOTE, _claim.SEKIYAMA, _claim.DQN]
 
 
 def test_a_figure_that_contradicts_its_verdict_is_told() -> None:
