@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from _fuzz_worlds import Case
+from _fuzz_cases import Case
 
 from memfit.capture import call_recorder, generators, special_calls, step_recording, whole_step
 from memfit.capture.compare import Comparisons

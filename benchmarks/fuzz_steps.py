@@ -29,35 +29,23 @@ import argparse
 import logging
 import math
 import multiprocessing
-import random
 import re
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
+from _fuzz_blocks import BLOCKS, NO_GRAPH
+from _fuzz_cases import Case, case_of, world_of
+from _fuzz_changes import CHANGES, GLOBAL_CHANGES, reset
 from _fuzz_defects import DEFECTS
-from _fuzz_worlds import (
-    BLOCKS,
-    CHANGES,
-    GLOBAL_CHANGES,
-    LOSSES,
-    NO_GRAPH,
-    OPTIMIZERS,
-    Case,
-    World,
-    case_of,
-    reset,
-    world_of,
-)
+from _fuzz_observed import first_difference, observed, seeded
+from _fuzz_worlds import LOSSES, OPTIMIZERS, World
 from _record import load, result_path, store
 
 import memfit
@@ -111,7 +99,7 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
     number = -1
     _Said.texts.clear()
     try:
-        with _seeded(case, number):
+        with seeded(case, number):
             step = fitted(case, planned, eager.batch())
         if isinstance(step, memfit.PlannedStep):
             ops = tuple(sorted({op.target for op in step.captured.graph.ops}))
@@ -130,7 +118,7 @@ def _compare(case: Case, eager: World, planned: World) -> Outcome:
             held_bytes = _resident_bytes(step, batch) if is_first_plan else 0
             try:
                 with record("cpu") as usage:
-                    wanted = _observed(case, number, eager, partial(eager_step, eager, batch))
+                    wanted = observed(case, number, eager, partial(eager_step, eager, batch))
             except Exception as error:  # noqa: BLE001 - the case itself is at fault, whatever it is
                 return Outcome(kind=EAGER, step=number, text=_line(error), ops=ops)
             if held_bytes and held_bytes + usage.peak_bytes < step.plan.bounds.least_budget_bound_bytes:
@@ -187,7 +175,7 @@ def fitted(case: Case, world: World, batch: Any) -> Any:
 def _measured(case: Case, number: int, world: World, step: Any, batch: Any) -> tuple[int, dict[str, Any]]:
     """Run a planned step; return by how many bytes it was over its budget without saying so, and what it left."""
     if not isinstance(step, memfit.PlannedStep):  # under checkpoints: its reports tell
-        return 0, _observed(case, number, world, lambda: step(batch))
+        return 0, observed(case, number, world, lambda: step(batch))
     corrections, plans, bytes_before = len(step.corrections), step.plans, _resident_bytes(step, batch)
     peaks_bytes: list[int] = []
 
@@ -197,7 +185,7 @@ def _measured(case: Case, number: int, world: World, step: Any, batch: Any) -> t
         peaks_bytes.append(bytes_before + usage.peak_bytes)
         return loss
 
-    got = _observed(case, number, world, recorded)
+    got = observed(case, number, world, recorded)
     is_new = any(all(plan is not known for known in plans) for plan in step.plans)
     if len(step.corrections) > corrections or is_new:  # a new plan's ops were measured in the call
         return 0, got
@@ -227,66 +215,6 @@ def change(name: str, *worlds: World) -> None:
     for world in worlds:
         with torch.random.fork_rng(devices=[]):
             CHANGES[name](world)
-
-
-@contextmanager
-def _seeded(case: Case, number: int) -> Iterator[None]:
-    """Give the generators that the process shares the state that they have at a step of a case."""
-    seed = (1_000 * case.seed + number + 1) % (1 << 32)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    yield
-
-
-def _observed(case: Case, number: int, world: World, run: Callable[[], torch.Tensor]) -> dict[str, Any]:
-    """Run a step and return what it left: loss, parameters, buffers, gradients, optimizer, generators; by name."""
-    with _seeded(case, number), torch.autocast("cpu", torch.bfloat16, enabled=world.autocast):
-        loss = run()
-        if world.autocast:
-            loss = run()  # what autocast casts is kept until its block ends
-    model, left = world.model, dict[str, Any](loss=loss.detach())
-    left |= {f"parameter {name}": each.detach() for name, each in model.named_parameters()}
-    left |= {f"buffer {name}": each for name, each in model.named_buffers()}
-    left |= {f"gradient of {name}": each.grad for name, each in model.named_parameters()}
-    if world.optimizer is not None:
-        groups = world.optimizer.param_groups
-        members = [each for group in groups for each in group["params"]]
-        for place, member in enumerate(members):
-            for name, value in world.optimizer.state.get(member, {}).items():
-                left[f"optimizer's {name} of parameter {place}"] = value
-    left |= {"torch's generator": torch.get_rng_state(), "random's": random.getstate()}
-    left["numpy's"] = str(np.random.get_state())
-    for name, block in model.named_modules():
-        left |= {f"{name}.{key}": _state(value) for key, value in vars(block).items() if key in _KEPT}
-    return left
-
-
-_KEPT = ("generator", "calls", "sizes", "seen", "largest", "scale")
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    return str(value.bit_generator.state) if isinstance(value, np.random.Generator) else value
-
-
-def first_difference(wanted: dict[str, Any], got: dict[str, Any]) -> str:
-    """Return what differs first between two observations; empty if nothing does."""
-    if wanted.keys() != got.keys():
-        return f"only one has {min(wanted.keys() ^ got.keys())}"
-    return next((name for name, value in wanted.items() if not _is_same(value, got[name])), "")
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return type(one) is type(other) and one == other
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    first, second = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
 
 
 def _line(error: BaseException) -> str:

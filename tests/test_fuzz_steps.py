@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import _fuzz_cases
 import _fuzz_worlds
 import fuzz_steps
 
@@ -21,14 +22,14 @@ SEEDS = (5, 17, 18, 25, 90, 235)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_step_keeps_eagers_bits_and_its_budget_or_is_refused(seed: int) -> None:
-    outcome = fuzz_steps.run_case(_fuzz_worlds.case_of(seed))
+    outcome = fuzz_steps.run_case(_fuzz_cases.case_of(seed))
     assert outcome.kind in (fuzz_steps.SAME, fuzz_steps.REFUSED), outcome
 
 
 @pytest.mark.slow
 def test_a_difference_is_found_and_shrunk_to_what_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that only one of the two worlds sees is a difference, and the rest of the case is left out."""
-    case = _fuzz_worlds.Case(
+    case = _fuzz_cases.Case(
         seed=1, blocks=("gelu", "linear"), loss="cross_entropy", optimizer="adam", clip_norm=1.0, budget="100%",
         batch=8, steps=4, changes=((1, "scale_weights"), (2, "learning_rate")),
     )  # fmt: skip
