@@ -27,7 +27,6 @@ from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
-from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
@@ -102,8 +101,7 @@ class Loop:
         self.plans = Plans(
             contract, given, self._compiled, device, may_chain=may_chain, blocks=names, host=self.steering.host
         )
-        self._uncounted, self._meter = Uncounted(device), Meter(device)
-        self._uncounted_bytes = self._uncounted.live_bytes()
+        self._meter = Meter(device)
         self._judge = Judge(contract, self.plans, self._compiled, self._meter)
         self.warnings = self._judge.warnings
         self._numel, self._kind = 0, WindowKind.FIRST
@@ -138,7 +136,7 @@ class Loop:
 
     def live_bytes(self) -> int:
         """Return all bytes that are live on the device."""
-        return allocated_bytes(self.device) + self._uncounted.live_bytes()
+        return allocated_bytes(self.device) + self._meter.uncounted.live_bytes()
 
     # -- windows
 
@@ -263,7 +261,7 @@ class Loop:
             return
         recorder, present, self.steering.present = self.steering.recorder, self.steering.present, None
         lean = recorder.end() if recorder is not None else None
-        usage = self._meter.close(self._kind, self._uncounted_bytes, self.other_bytes)
+        usage = self._meter.close(self._kind, self.other_bytes)
         if recorder is not None and recorder.is_incomplete:
             lean = None
         if recorder is not None and lean is not None and not self._judge.begins_to_share(recorder.groups):
@@ -292,7 +290,7 @@ class Loop:
         if self._meter.is_open:
             if recorder is not None:
                 recorder.end()
-            self._meter.close(self._kind, self._uncounted_bytes)
+            self._meter.close(self._kind)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if (recorder := self.steering.recorder) is not None:
@@ -332,11 +330,10 @@ class Loop:
         self.installed.take_over()
         if shape.planner is None or shape.wants_lean:
             self._lean_passes += 1
-            self._uncounted_bytes = self._uncounted.live_bytes()
             self.installed.go_outside()
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
-            uncounted_bytes = self._uncounted_bytes - self.other_bytes
+            uncounted_bytes = self._meter.uncounted.live_bytes() - self.other_bytes
             start_bytes, dividing = now_bytes - self.bytes_to_come, groups_that_divide(self.model)
             recorder = LeanRecorder(self.device, start_bytes, uncounted_bytes, own, dividing)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]

@@ -15,6 +15,7 @@ from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.memory.contract import Usage, WindowKind
+from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited
 from memfit.system.recorder import Usage as Recorded
 from memfit.system.recorder import record
@@ -32,10 +33,12 @@ class Meter:
 
     Attributes:
         last_stream: of the windows; whoever begins one follows it.
+        uncounted: what is live, too, and what the recorder does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self.uncounted = device, Uncounted(device)
+        self._uncounted_bytes = 0  # when the window began
         self._open: tuple[AbstractContextManager[Recorded], Recorded] | None = None
         self._watch: Stopwatch | None = None
         self.last_stream = LastStream(device)
@@ -47,6 +50,7 @@ class Meter:
 
     def open(self) -> None:
         """Begin a window."""
+        self._uncounted_bytes = self.uncounted.live_bytes()
         context = record(self._device)
         self._open = context, context.__enter__()
         self._watch = Stopwatch(self._device)
@@ -56,19 +60,18 @@ class Meter:
         if self._watch is not None:
             self._watch.stop()
 
-    def close(self, kind: WindowKind, uncounted_bytes: int, other_bytes: int = 0) -> Usage:
+    def close(self, kind: WindowKind, other_bytes: int = 0) -> Usage:
         """End the window, and return what it took.
 
         Args:
             kind: of the window.
-            uncounted_bytes: that are live, too, and that the recorder does not count.
             other_bytes: that are live, and do not count against the budget.
         """
         assert self._open is not None
         context, recorded = self._open
         self._open = None
         context.__exit__(None, None, None)
-        live_bytes = uncounted_bytes + recorded.start_bytes + recorded.peak_bytes - other_bytes
+        live_bytes = self._uncounted_bytes + recorded.start_bytes + recorded.peak_bytes - other_bytes
         reserved_bytes = 0 if recorded.reserved_bytes is None else recorded.reserved_bytes - other_bytes
         taken_bytes = max(reserved_bytes, live_bytes)
         return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)
