@@ -1,6 +1,6 @@
 """Random steps against eager: every bit of twenty steps, and every step's bytes against the budget.
 
-A seed is a module of random blocks, a loss, an optimizer, a budget, and changes between steps (`_fuzz_worlds.py`). Two
+A seed is a module of random blocks, a loss, an optimizer, a budget, and changes between steps (`_fuzz_cases.py`). Two
 worlds are built from it. One trains in eager, the other by `memfit.fit`; after every step all that training leaves is
 compared. A case ends as:
 
@@ -199,7 +199,8 @@ def eager_step(world: World, batch: Any) -> torch.Tensor:
     loss = world.loss(world.model, batch)
     loss.backward()
     if world.clip_norm is not None and world.optimizer is not None:
-        mine = [each for group in world.optimizer.param_groups for each in group["params"]]
+        optimized = {each for group in world.optimizer.param_groups for each in group["params"]}
+        mine = [each for each in world.model.parameters() if each in optimized]
         torch.nn.utils.clip_grad_norm_(mine, world.clip_norm)
     if world.optimizer is not None:
         world.optimizer.step()

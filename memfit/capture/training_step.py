@@ -116,7 +116,16 @@ class TrainingStep:
     def update(self) -> None:
         """Clip the gradients in `.grad` and update the parameters, with or without a scaler."""
         assert self.optimizer is not None
-        clip_and_step(self.optimizer, self.clip_norm, self.scaler)
+        clip_and_step(self.optimizer, self.clip_norm, self.scaler, self.clipped())
+
+    def clipped(self) -> list[torch.nn.Parameter]:
+        """Return the optimizer's parameters as a loop clips them: in the order of `model.parameters()`, then others.
+
+        The order of an optimizer's groups would give other last bits of the norm.
+        """
+        optimized = dict.fromkeys(parameters_of(self.optimizer))
+        own = [parameter for parameter in self.model.parameters() if parameter in optimized]
+        return list(dict.fromkeys([*own, *optimized]))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.nn.Parameter]:
@@ -130,7 +139,10 @@ def states_of(optimizer: torch.optim.Optimizer | None) -> list[Any]:
 
 
 def clip_and_step(
-    optimizer: torch.optim.Optimizer, clip_norm: float | None, scaler: torch.amp.GradScaler | None
+    optimizer: torch.optim.Optimizer,
+    clip_norm: float | None,
+    scaler: torch.amp.GradScaler | None,
+    clipped: Sequence[torch.nn.Parameter] | None = None,
 ) -> None:
     """Clip the gradients of an optimizer's parameters, and update the parameters.
 
@@ -138,11 +150,12 @@ def clip_and_step(
         optimizer: with its parameters' gradients in `.grad`.
         clip_norm: the largest global gradient norm; None clips nothing.
         scaler: guards the update, if there is one.
+        clipped: its parameters in the order in which they are clipped; None for that of its groups.
     """
     if clip_norm is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer) if clipped is None else clipped, clip_norm)
     if scaler is not None:
         scaler.step(optimizer)
         scaler.update()

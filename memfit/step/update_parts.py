@@ -15,7 +15,6 @@ import torch
 from memfit.binding import Call, Origin, Value
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, is_of_torch, overlap
-from memfit.capture.training_step import parameters_of
 from memfit.capture.update_trial import with_measured_updates
 from memfit.graph import Op, Phase
 from memfit.rebuild import rebuilt
@@ -35,12 +34,11 @@ class ClipGradients:
     __name__ = "clip_gradients"
 
     def __call__(self, *gradients: torch.Tensor) -> None:
-        optimizer, clip_norm = self.step.optimizer, self.step.clip_norm
-        assert optimizer is not None and clip_norm is not None
+        assert self.step.clip_norm is not None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         try:
-            torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.step.clipped(), self.step.clip_norm)
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
