@@ -449,14 +449,20 @@ def test_a_model_whose_methods_train_is_refused_where_graphs_of_others_run() -> 
     assert all(map(torch.equal, before, (each for block in blocks for each in block.parameters())))
 
 
-def test_a_function_that_was_compiled_is_reached_by_any_graph() -> None:
+class Scaling(nn.Linear):
+    def scaled(self, given: torch.Tensor) -> torch.Tensor:
+        return given * 2
+
+
+@pytest.mark.parametrize("is_method", [False, True])
+def test_a_function_that_was_compiled_is_reached_by_any_graph(is_method: bool) -> None:
     from memfit.dynamo.lookup import memfit_backend
 
-    model = nn.Linear(4, 2)
+    model = Scaling(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaled = torch.compile(
-        lambda given: given * 2, backend=memfit_backend, options={"budget": "1MiB", "reserve": 0, "planner": "none"}
-    )
+    options: Any = {"budget": "1MiB", "reserve": 0, "planner": "none"}
+    function = model.scaled if is_method else lambda given: given * 2
+    scaled = torch.compile(function, backend=memfit_backend, options=options)
     model(torch.randn(3, 4)).sum().backward()
     with pytest.raises(UnsupportedStepError, match="a function was compiled"):
         optimizer.step()

@@ -25,12 +25,14 @@ from memfit.torch_private.sharding import is_of_fsdp
 
 __all__ = ["memfit_backend"]
 
+_CALLS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # methods that stand for their module
 _unchecked: list[weakref.ref[torch.nn.Module]] = []  # models that were compiled, and not updated since
 _functions: list[object] = []  # that were compiled since the last update
 
 
 def _asked(compiled: object) -> None:
-    owner = getattr(compiled, "__self__", compiled)  # what is compiled may be a method
+    is_call = getattr(compiled, "__name__", "") in _CALLS
+    owner = getattr(compiled, "__self__", None) if is_call else compiled
     PlannedGraph.called, seen = False, PlannedGraph.trained or set()
     if isinstance(owner, torch.nn.Module):
         _unchecked.append(weakref.ref(owner))
