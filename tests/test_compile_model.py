@@ -401,7 +401,7 @@ def test_each_model_that_is_compiled_is_checked_at_its_first_update() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     models = [nn.Linear(4, 2) for _ in range(3)]
-    options: Any = {"budget": "1MiB", "reserve": 0, "planner": "none"}
+    options: Any = {"budget": "64MiB", "reserve": 0, "planner": "none"}
     compiled = [torch.compile(model, backend=memfit_backend, options=options) for model in models[:2]]
     train(compiled[0], models[0])
     train(compiled[1].forward, models[1])
@@ -418,7 +418,7 @@ def _blocks_and_optimizer() -> tuple[list[nn.Module], torch.optim.Optimizer]:
     torch.manual_seed(0)
     blocks: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
     for block in blocks:
-        block.compile(backend=memfit_backend, options={"budget": "1MiB", "reserve": 0, "planner": "none"})
+        block.compile(backend=memfit_backend, options={"budget": "64MiB", "reserve": 0, "planner": "none"})
     return blocks, torch.optim.SGD([each for block in blocks for each in block.parameters()], lr=0.1)
 
 
@@ -460,7 +460,7 @@ def test_a_function_that_was_compiled_is_reached_by_any_graph(is_method: bool) -
 
     model = Scaling(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: Any = {"budget": "1MiB", "reserve": 0, "planner": "none"}
+    options: Any = {"budget": "64MiB", "reserve": 0, "planner": "none"}
     function = model.scaled if is_method else lambda given: given * 2
     scaled = torch.compile(function, backend=memfit_backend, options=options)
     model(torch.randn(3, 4)).sum().backward()
