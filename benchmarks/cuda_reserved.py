@@ -1,4 +1,4 @@
-"""What plans take from a GPU, beyond their live bytes: the eight workloads at GPU sizes, captured, nothing allocated.
+"""Bytes that plans take from a GPU beyond their live bytes: the eight workloads at GPU sizes, nothing allocated.
 
 For half of the unplanned peak, for the least peak that was found, and for the step as it stands: the planned peak, the
 height of an arena, and what torch's allocator reserves by the model of it (`memfit.simulate.reserved`), with expandable
