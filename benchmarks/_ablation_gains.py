@@ -10,9 +10,9 @@ from typing import Any
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, str, int], Cell]
 
-FULL = ""  # what is switched off in the full search
+FULL = ""  # in the place of a part that is switched off: the full search
 LEAST_GAIN = 0.001  # of the unplanned step's seconds, or of the lower bound of a layout's height
-LEAST_SHARE = 0.1  # of the gap between what was found and what was proved
+LEAST_SHARE = 0.1  # of the gap between the found value and the proved bound
 LEAST_SEEDS, MANY_SEEDS = 3, 6
 LEAST_ERRORS = 3  # standard errors; of some twenty gains by chance, hardly one is larger
 LEAST_SECONDS, LEAST_SLOWDOWN = 0.1, 1.5  # by which a proof takes longer

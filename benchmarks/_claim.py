@@ -1,4 +1,4 @@
-"""A claim of a paper, what stored results say of it, and what several papers' claims share.
+"""A claim of a paper, its verdict by stored results, and code that the claims of several papers share.
 
 A row is a `Claim`. Its command is a script of `benchmarks/`, or a test; the paper's own figure is typed in the file of
 the paper, from its text, and ours is read from what the script stored: a `Measure` takes `Results`, and returns a
@@ -61,7 +61,7 @@ class Claim:
         claim: what the paper says, in one sentence, after its place in the paper.
         module: the file of memfit/ where it stands; empty where there is none.
         command: what shows it: a script under benchmarks/ with its arguments, or a test; empty where nothing does.
-        against: what it is held against: the paper's published figure, or what the test compares with.
+        against: the reference: the paper's published figure, or the value that the test compares with.
         measure: reads the figure from what the script stored; None for a test.
         why: the reason of any verdict but `reproduced`.
     """

@@ -232,7 +232,7 @@ def net(width: int, depth: int) -> torch.nn.Module:
 
 
 def planned(job: dict[str, Any]) -> dict[str, Any]:
-    """Fit a step and run it; what each step reserved, beside what was predicted."""
+    """Fit a step and run it; return the bytes that each step reserved, beside the prediction."""
     torch.manual_seed(0)
     model, rows = net(job["width"], job["depth"]), job["rows"]
     batch = torch.randn(rows, job["width"]).cuda(), torch.zeros(rows, dtype=torch.long, device="cuda")

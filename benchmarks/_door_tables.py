@@ -145,7 +145,7 @@ def _is_held(row: Payload) -> bool:
 
 
 def _cell(row: Payload | None, *, own_peak: bool = False) -> str:
-    """Return what became of a way: its time and peak, and what is wrong with it."""
+    """Return the text of a way's result: its time, its peak, and its faults."""
     if row is None:
         return ""
     if "error" in row:

@@ -22,7 +22,7 @@ def measure_bits(*, model: str, options: dict[str, Any], share: str, computed: b
     Args:
         model, options: see `make_model`.
         share: of the unplanned peak, in percent, as the budget.
-        computed: whether kernels compute anything; what a rehearsal compares is what happens to be in memory.
+        computed: whether kernels compute anything; a rehearsal compares whatever bytes memory holds.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = CUBLAS_WORKSPACE
     torch.backends.cudnn.deterministic = True

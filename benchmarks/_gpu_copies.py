@@ -93,7 +93,7 @@ def copies_of(way: Way) -> dict[str, dict[str, float]]:
 def measure_workspaces(
     *, model: str, options: dict[str, Any], optimizer: dict[str, Any] | None = None, share: str = "60%"
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a plan predicts to be live and what was, without an arena, with the ops of the largest workspaces.
+    """Yield predicted and measured live bytes of a plan without an arena, and the ops of the largest workspaces.
 
     Args:
         model, options, optimizer: see `make_model`.

@@ -80,7 +80,7 @@ def let_go(device: int = 0) -> None:
 
 
 def each_step(run: Run, steps: int, device: int = 0) -> list[dict[str, int]]:
-    """Run steps; return what each reserved, with what is left of the one before, and what was live at once."""
+    """Run steps; return for each the most bytes reserved, leftovers of the step before included, and the most live."""
     found: list[dict[str, int]] = []
     for _ in range(steps):
         with peaks(device) as read:

@@ -18,7 +18,7 @@ from _process import in_forked_child, run_for
 from _record import FOLDER, commit
 
 LEAST_SECONDS = 5.0  # in less no child gets through its first stage
-MOST_TIMES = 2.0  # what a child may take, times what it should
+MOST_TIMES = 2.0  # a child is ended after its expected seconds, times this
 TESTS_SECONDS = 60.0
 NO_PYTEST = "not run: pytest is not installed here"
 NOT_BEGUN = "not begun: time was up"

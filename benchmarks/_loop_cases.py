@@ -280,4 +280,4 @@ CASES: dict[str, Maker] = {
     **BROKEN,
     **{f"loop: {name}": make for name, make in VARYING.items()},
 }
-"""All of them, by the name that a child process is told."""
+"""All of them, by the name that a child process is given."""

@@ -54,7 +54,7 @@ _SHARES = {
     "torchtitan, TP": 0.75,
     "torchtitan, TP, compiled": 0.75,
 }
-_BF16_SHARE = 0.8  # half of what a step saves; parameters and the optimizer's state take what they take
+_BF16_SHARE = 0.8  # activations halve; parameters and the optimizer's state do not
 _EACH = ["accumulation", "clipping", "evaluation first", "lengths", "last batches", "bf16", "scaler"]
 _EACH += ["save and resume", "momentum", "all"]
 _MORE = {

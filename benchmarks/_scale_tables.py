@@ -120,7 +120,7 @@ def ranks(payload: Payload) -> Table:
 
 
 def absent_ranks(stored: dict[str, Payload]) -> Table:
-    """A row for each step on each number of ranks: what was predicted before, and what it took."""
+    """A row for each step on each number of ranks: the bytes predicted beforehand, and the bytes measured."""
     head = ["ranks", "step", "budget", "predicted, MiB", "measured, MiB", "off by"]
     rows: list[list[str]] = []
     for row in (row for _, payload in sorted(stored.items()) for row in payload["rows"]):

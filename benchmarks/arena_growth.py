@@ -82,7 +82,7 @@ def seq2seq_step(lengths: list[tuple[int, int]]) -> TrainingStep:
 
 
 def after_mini_batches(batch: int) -> dict[str, Any]:
-    """Return what a process takes after each of 10 mini-batches, by what serves them, in bytes."""
+    """Return the bytes that a process holds after each of 10 mini-batches, for each allocator."""
     generator = torch.Generator().manual_seed(SEED + batch)
     steps = [unplanned(seq2seq_step(drawn_lengths(batch, generator))) for _ in range(MINI_BATCHES)]
     layouts = [laid_out(*step) for step in steps]
@@ -137,7 +137,7 @@ def _one_after_another(steps: list[tuple[Graph, Schedule]], arena_bytes: int | N
 
 
 def generation() -> dict[str, int]:
-    """Return what the inference of one sentence takes, by what serves it, in bytes."""
+    """Return the bytes that a process takes of a GPU for the inference of one sentence, for each allocator."""
     torch.manual_seed(SEED)
     batch = sorted_words([(SOURCE, 1)])
     step = TrainingStep(model=PapersSeq2seq(), loss=PapersSeq2seq.generated(GENERATED), batch=batch, name="generation")
@@ -146,13 +146,13 @@ def generation() -> dict[str, int]:
 
 
 def taken(graph: Graph, schedule: Schedule) -> dict[str, int]:
-    """Return what a process takes of a GPU for equal steps, by what serves them, in bytes."""
+    """Return a step's blocks, and the bytes that a process takes of a GPU for equal steps, for each allocator."""
     height_bytes, blocks = laid_out(graph, schedule)
     return {"blocks": blocks, **reserved_by_way(graph, schedule, height_bytes)}
 
 
 def widest(name: str) -> dict[str, Any]:
-    """Return the largest batches of a network that fit the card, and what was looked at, by what serves the step."""
+    """Return the largest batch of a network that fits the card, for each allocator, and all batches that were tried."""
     seen: dict[int, dict[str, int]] = {}
 
     def fits(way: str, batch: int) -> bool:
@@ -176,7 +176,7 @@ def _last(holds: Callable[[int], bool]) -> int:
 
 
 def results_of(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what is asked for: its name, and what finds it."""
+    """Yield the name of each result that is asked for, and the function that returns it."""
     if options.what in ("all", "seq2seq"):
         for batch in BATCHES:
             yield f"training {batch}", lambda batch=batch: after_mini_batches(batch)

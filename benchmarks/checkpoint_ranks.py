@@ -1,8 +1,8 @@
 """`memfit.checkpoint` on two and four ranks: peak, time and bits, beside the bare loop and checkpoints by hand.
 
 Each way of training has processes of its own, one a rank, joined by gloo: bare, `torch.utils.checkpoint` around every
-block, and `memfit.checkpoint` within 90%, 70%, 50% of what the rank took bare (four ranks: 70%), and within what it
-took with checkpoints by hand, which also stands for a share that is smaller. Of some rows graphs are planned, too,
+block, and `memfit.checkpoint` within 90%, 70%, 50% of the rank's bare peak (four ranks: 70%), and within the peak that
+it had with checkpoints by hand, which also stands for a share that is smaller. Of some rows graphs are planned, too,
 within two of these budgets: by `memfit.compile` under DDP, by the backend of each block under FSDP2. All train from the
 same seed, first until plans stay, then in turns of two steps. Seconds are of the processor, of all threads of a rank,
 of which one computes: waiting for other ranks costs nothing. The ratio is the median over turns of a way's seconds to

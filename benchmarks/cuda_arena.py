@@ -65,7 +65,7 @@ def failures_of(name: str, found: dict[str, Any], served: str) -> list[str]:
 
 
 def tried(build: Build, seeds: int) -> tuple[dict[str, Any], list[str]]:
-    """Run all jobs on one build of torch; return what was found, and what failed."""
+    """Run all jobs on one build of torch; return their results, and the failures."""
     found: dict[str, Any] = {"life": {}, "planned": {}}
     failed: list[str] = []
     for name, settings in SETTINGS.items():

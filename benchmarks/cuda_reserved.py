@@ -1,10 +1,10 @@
-"""What plans take from a GPU, beyond their live bytes: the eight workloads at GPU sizes, captured, nothing allocated.
+"""Bytes that plans take from a GPU beyond their live bytes: the eight workloads at GPU sizes, nothing allocated.
 
 For half of the unplanned peak, for the least peak that was found, and for the step as it stands: the planned peak, the
 height of an arena, and what torch's allocator reserves by the model of it (`memfit.simulate.reserved`), with expandable
 segments and without, over three steps. Then plans whose reserved bytes are within the half themselves, in each of the
-three modes, and what they cost. Residents are in all figures. Ops cost what a roofline of an H100 says, and workspaces
-of libraries, which a capture does not know, are left out. Nothing depends on this machine but the planner's time.
+three modes, and their cost. Residents are in all figures. Seconds of ops are from a roofline of an H100; workspaces of
+libraries are left out, since a capture does not know them. Nothing depends on this machine but the planner's time.
 
     python benchmarks/cuda_reserved.py
     python benchmarks/cuda_reserved.py resnet50 gpt2 --save /tmp/plans   # plans for `cuda_allocator.py --plans`

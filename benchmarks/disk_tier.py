@@ -5,8 +5,8 @@ seconds of a step, the time that compute waited for copies, and the time that bo
 simulator and measured. The simulator is given the seconds of ops in their places in a step of the same budget that
 offloads nothing, and the link's rates as `memfit calibrate` measures them, both in turns with the steps; and for
 comparison those of ops measured one by one. Of seven runs of each, the fastest and the slowest are left out of the
-means. The C library is told to keep memory that is freed: a step would else spend time on
-new pages from the system, more or less of it by what ran before (`benchmarks/page_faults.py`).
+means. The C library is set to keep memory that is freed. Otherwise a step would spend time on new pages from the
+system, and how much depends on what ran before (`benchmarks/page_faults.py`).
 
     python benchmarks/disk_tier.py                      # the plans, stored
     python benchmarks/disk_tier.py unet                 # those of one workload again, the others as they are stored
@@ -76,7 +76,7 @@ def fitted(workload: str, share: float, way: str, **options: Any) -> PlannedStep
 
 
 def measure_plans(workload: str, share: float) -> dict[str, Any]:
-    """Return what was predicted of the plans at one budget and what was measured."""
+    """Return the predictions and the measurements of the plans at one budget."""
     planned = {way: fitted(workload, share, way) for way in WAYS}
     for each in planned.values():
         each.verify()

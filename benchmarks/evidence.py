@@ -1,7 +1,7 @@
 """Each claim of the five papers: the script or test that shows it, run again, and what its result says.
 
 Without a row, the rows are listed. With one, its command runs here and stores its results for this machine, as it
-always does; then the row is told from them, beside what the paper says. `git diff benchmarks/results` shows what has
+always does; then the row is printed with our figure beside the paper's. `git diff benchmarks/results` shows what has
 changed since the stored run.
 
     make evidence                          # list the rows

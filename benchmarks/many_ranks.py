@@ -83,7 +83,7 @@ def command(case: str, budget: str, time_limit_seconds: float, layers: int) -> l
 
 
 def point(case: str, budget: str, time_limit_seconds: float, layers: int) -> dict[str, Any]:
-    """Return what a command answers, and what it took.
+    """Run a command; return its answer, its seconds and its bytes.
 
     Raises:
         RuntimeError: it failed otherwise than by finding no plan.

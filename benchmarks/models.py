@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--fifth", type=int, help="of the models, those of this fifth only (any number)")
     parser.add_argument("--one", type=int, help="one door and share for each, by this number; nothing is stored")
     parser.add_argument("--counts", action="store_true", help="print the counts of what is stored")
-    parser.add_argument("--state", action="store_true", help="store what no plan can let go, beside what is stored")
+    parser.add_argument("--state", action="store_true", help="store each model's state, in bytes, beside its rows")
     options = parser.parse_args()
     if options.counts:
         counts()

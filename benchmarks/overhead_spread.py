@@ -1,8 +1,8 @@
-"""Whether the spread that is told with a measured overhead covers it: twenty measurements on a busy machine.
+"""Whether the spread that is given with a measured overhead covers it: twenty measurements on a busy machine.
 
 Each measurement is what `step.measure()` gives by default. Meanwhile other processes multiply matrices, a share of the
-time. What they are held against is one long measurement without these processes; what the machine's other users take
-then is stored beside it, as it is beside each measurement.
+time. The reference is one long measurement without these processes. The load by the machine's other users is stored
+beside it, and beside each measurement.
 
     python benchmarks/overhead_spread.py
 """

@@ -35,7 +35,7 @@ CHILD_SECONDS = 1800
 
 
 def profile(workload: str) -> dict[str, Any]:
-    """Return what was estimated of a workload's step, and what was measured."""
+    """Return the estimated and the measured figures of a workload's step."""
     step = build(workload)
     captured = with_real_results(lambda corrections: finish(capture_whole_step(step, corrections=corrections)))
     graph = measure(captured.graph, captured.binding, captured.observed)

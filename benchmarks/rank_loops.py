@@ -151,7 +151,7 @@ def _rank(pipe: Any, numbers: Sequence[int], rank: int, count: int, folder: str)
         began = time.monotonic()
         try:
             found = run(CASES[number])
-        except BaseException as error:  # noqa: BLE001 (it is told to the parent)
+        except BaseException as error:  # noqa: BLE001 (it is sent to the parent)
             found = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         pipe.send((number, {**found, "seconds": time.monotonic() - began}))
         if "error" in found:

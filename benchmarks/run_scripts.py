@@ -1,6 +1,6 @@
 """Scripts of the usual kinds under `memfit run`, beside themselves: prints, exit status, weights, and the most bytes.
 
-The scripts are in `benchmarks/scripts`, written as users write them; they know nothing of memfit. Each runs as it is,
+The scripts are in `benchmarks/scripts`, written as users write them, without memfit. Each runs as it is,
 and then within shares of the most bytes that it took by itself, of the whole process: "same" says that what it printed,
 its exit status and all that it has stored are the same, to the bit. The most bytes are recorded by a record around the
 whole process, which is none of `memfit run`. Weights, gradients, the optimizer's state and batches count.

@@ -83,7 +83,10 @@ def check(graph: Graph, schedule: Schedule) -> None:
 
 
 class _Replay:
-    """Where every storage is, instruction by instruction. `None` in a list: not on the device, not in copy, not yet."""
+    """Where every storage is, instruction by instruction. `None` in a list: not on the device, not in copy, not yet.
+
+    Each method named after an instruction takes the instruction's operand and its extra, as a `Schedule` has them.
+    """
 
     def __init__(self, graph: Graph) -> None:
         count = len(graph.storages)

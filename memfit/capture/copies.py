@@ -100,7 +100,12 @@ class Table:
             _own_kind(self.table).update(self.table, self.before)
 
     def write(self, key: Any, value: Any) -> None:
-        """Set an entry, or delete it if the value is MISSING; no method of a user's dictionary is called."""
+        """Set or delete an entry; no method of a user's dictionary is called.
+
+        Args:
+            key: of the entry; the name of an attribute if the table has an owner.
+            value: MISSING deletes the entry, which has to be there.
+        """
         if self.owner is not None:
             delattr(self.owner, key) if value is MISSING else setattr(self.owner, key, value)
         elif value is MISSING:

@@ -1,4 +1,4 @@
-"""Fake kernels that return what the real ones were seen to return: what is traced then decides as eager does."""
+"""Fake kernels whose results have the dtypes and strides of the real ones: traced code then decides as eager does."""
 
 from __future__ import annotations
 

@@ -46,7 +46,12 @@ def replay(state: torch.Tensor, device: str, target: Callable[..., Any], /, *arg
 
 
 def replay_now(state: torch.Tensor, device: str, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """As `replay`, whatever `replayed_by` says."""
+    """As `replay`, whatever `replayed_by` says.
+
+    Args:
+        state, device, target: as for `replay`.
+        args, kwargs: of `target`, by position and by name.
+    """
     now = get_state(device).numpy().copy()
     set_state(device, state)
     try:

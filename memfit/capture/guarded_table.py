@@ -103,7 +103,12 @@ class GuardedTables:
         self._tables.append(guarded)
 
     def add_empty(self, path: str, table: dict[Any, Any]) -> None:
-        """Add a dictionary that has to stay empty."""
+        """Add a dictionary that has to stay empty.
+
+        Args:
+            path: names it in messages.
+            table: the dictionary itself, which is looked at in each step.
+        """
         self._empty.append((path, table))
 
     def arm(self) -> None:

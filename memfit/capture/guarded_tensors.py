@@ -31,7 +31,13 @@ class GuardedTensors:
         self._number_of: dict[int, int] = {}
 
     def add(self, tensor: torch.Tensor, path: str, *, is_watched: bool = False) -> int:
-        """Add a tensor; return its number."""
+        """Add a tensor; return its number.
+
+        Args:
+            tensor: dense; a later step may have another one in its place.
+            path: names it in messages.
+            is_watched: whether it is a parameter whose gradient and hooks count; these are added before all others.
+        """
         self.now.append(tensor)
         self.paths.append(path)
         self.watched += is_watched

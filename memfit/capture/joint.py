@@ -128,6 +128,11 @@ class _JointCapture:
         self._results: dict[Node, Any] = {}  # in the place of the trace's: of calls that were run again, too
 
     def run(self, name: str, between: BetweenHalves | None, written_by_others: Collection[int] | None) -> JointCapture:
+        """Enter all calls of both halves, and return the capture.
+
+        Args:
+            name, between, written_by_others: as for `capture_joint`.
+        """
         primals = [n for n in self.nodes if n.op == "placeholder" and not is_tangent(n)]
         tangents = [n for n in self.nodes if n.op == "placeholder" and is_tangent(n)]
         for position, node in enumerate(primals):

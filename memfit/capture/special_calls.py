@@ -28,7 +28,13 @@ _aten = torch.ops.aten
 
 
 def functionalize(trace: Trace, entry: Entry, kwargs: dict[str, Any]) -> None:
-    """Replace an in-place call over the whole of a storage that is not resident by its functional form."""
+    """Replace an in-place call over the whole of a storage that is not resident by its functional form.
+
+    Args:
+        trace: gets a new storage for the result.
+        entry: the call; is changed if it has a functional form, and left as it is if not.
+        kwargs: of the call, with tensors.
+    """
     if len(entry.mutated) != 1:
         return
     (tensor,) = entry.mutated

@@ -167,7 +167,12 @@ class Stream:
         return self._stands_for.get(key, key)
 
     def stand_for(self, tensor: torch.Tensor, key: int) -> None:
-        """Let `tensor` stand for the storage of `key`, which is gone."""
+        """Let the storage of `tensor` stand for another, and have its key.
+
+        Args:
+            tensor: a fake of a tensor of the run.
+            key: of that tensor's storage, as `key` returned it; the storage may be gone.
+        """
         self._stands_for[self.key(tensor)] = key
 
     def is_outside(self, tensor: torch.Tensor) -> bool:

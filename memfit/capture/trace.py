@@ -340,7 +340,12 @@ class Trace:
         return tuple(results)
 
     def rename(self, tensor: torch.Tensor, func: Any) -> None:
-        """Enter a new storage of the graph, of the same bytes, for what the tensor's storage holds from now on."""
+        """Enter a new storage of the graph, of the same bytes, for what the tensor's storage holds from now on.
+
+        Args:
+            tensor: has to be dense.
+            func: the operator overload that has written to it; names the new storage.
+        """
         phase, _ = self.scope()
         self._new_storage(tensor, name=short_name(func), role=_result_role(phase))
 

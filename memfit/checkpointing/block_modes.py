@@ -65,7 +65,7 @@ class BlockMode(UnwrappedMode):
         if self.call.is_kept:
             pack, unpack = self._told(pack, unpack)
 
-        @wraps(pack)  # a user's own is told from others by its module
+        @wraps(pack)  # keeps `__module__`, by which a user's own hooks are recognized
         def note(tensor: torch.Tensor) -> Any:
             moment = self._tick()
             self.call.saves.append(moment)
@@ -114,7 +114,12 @@ class BlockMode(UnwrappedMode):
 
     @contextmanager
     def span(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Note a call of a module inside the block."""
+        """Note the call of a module inside the block that runs in the context.
+
+        Args:
+            name: of the module, in the model.
+            args, kwargs: of the call; those of their tensors count whose storages the block has made.
+        """
         given = {self.of.get(key_of(tensor)) for tensor in tensors_in((args, kwargs))} - {None}
         first = self._tick()
         yield

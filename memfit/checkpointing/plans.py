@@ -86,7 +86,12 @@ class Plans:
         return found
 
     def of_rest_again(self, rest: Sequence[str], shape: Shape) -> list[str]:
-        """Return what beside the blocks a given policy recomputes: it can be, or no policy would say so."""
+        """Return the modules beside the blocks that a given policy recomputes; none if no policy was given.
+
+        Args:
+            rest: names of the modules beside the blocks, which may be checkpoints too.
+            shape: of the pass; the rules are those for its size and kind.
+        """
         if self.given is None:
             return []
         rules = rules_for(self.given, shape.numel, shape.kind)

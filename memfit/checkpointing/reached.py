@@ -136,7 +136,12 @@ class Reach:
     is_compiled: bool = False
 
     def within(self, module: torch.nn.Module, name: str) -> Reach:
-        """Return what a module inside of the block can read: its own tables, and all that code of the block reaches."""
+        """Return what a module inside of the block can read: its own tables, and all that code of the block reaches.
+
+        Args:
+            module: inside of the block; the result shares all but its name, tables and statistics with the block's.
+            name: of the module.
+        """
         own = {where: table for where, table in _statistics(module).items() if where in self.statistics}
         return replace(self, name=name, tables=[*_own_tables(module), *self.beside], statistics=own)
 

@@ -65,7 +65,13 @@ class Steering:
         return self.present.recorder if self.present is not None else None
 
     def run(self, spot: Spot, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of a module as the present pass says."""
+        """Run one call of a module as the present pass says.
+
+        Args:
+            spot: the module.
+            forward: its own forward pass, or the part of it that a library hands to its checkpoint.
+            args, kwargs: given to `forward`.
+        """
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
         call = _Call(spot, forward, args, kwargs)

@@ -33,7 +33,7 @@ class Meter:
 
     Attributes:
         last_stream: of the windows; whoever begins one follows it.
-        uncounted: what is live, too, and what the recorder does not count.
+        uncounted: live tensors and buckets that the recorder does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +98,12 @@ class History:
     most_bytes: int = 0
 
     def add(self, window: WindowSeen, *, is_over: bool) -> None:
-        """Count a window."""
+        """Count a window.
+
+        Args:
+            window: that has ended; the latest are kept, and the oldest of them is dropped.
+            is_over: whether it took more than the budget.
+        """
         self.latest.append(window)
         self.count += 1
         self.lean += window.plan == 0 and window.kind is not WindowKind.EVALUATION

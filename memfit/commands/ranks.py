@@ -86,7 +86,12 @@ class There:
         return make() if self.ranks is None else self.ranks.step(make)
 
     def figures(self, costed: Costed, schedule: Schedule) -> RankFigures:
-        """Return the figures of a legal schedule of one rank's step."""
+        """Return the figures of one rank's step, simulated.
+
+        Args:
+            costed: the step of that rank, and the device to simulate.
+            schedule: legal on its graph.
+        """
         return self.figures_of(play(costed.graph, schedule, costed.device), costed.step)
 
     def figures_of(self, run: Run, step: TrainingStep | None, *, has_seconds: bool = True) -> RankFigures:

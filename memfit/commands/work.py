@@ -122,7 +122,12 @@ class Work:
             self.done(progress.elapsed_seconds, self._expected_seconds)
 
     def keep(self, found: plan.Plan, path: Path | None) -> None:
-        """Save the best plan so far to `path`; None saves nothing."""
+        """Save the best plan so far.
+
+        Args:
+            found: the plan.
+            path: of the file, which `kept` names from then on; None saves nothing.
+        """
         if path is not None:
             found.save(path)
             self.kept = path

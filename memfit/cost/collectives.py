@@ -124,7 +124,12 @@ def measured_rates(
 def keep_rates(
     rates: CollectiveRates, group: dist.ProcessGroup, device: torch.device, hosts: list[str], kind: str
 ) -> None:
-    """Keep rates on disk for `kept_rates`, whose arguments the others are."""
+    """Keep rates on disk for `kept_rates`.
+
+    Args:
+        rates: as `measured_rates` returned them.
+        group, device, hosts, kind: as for `kept_rates`, which looks for the rates of the same ones.
+    """
     keep(rates, _path(group, device, hosts, kind), "rates of collectives")
 
 

@@ -177,7 +177,13 @@ class _Turn:
 
     @staticmethod
     def of(work: Callable[[], object], copies: Sequence[Callable[[], int]], least_seconds: float) -> _Turn:
-        """Call `work` for so long while a thread for each of `copies` calls that."""
+        """Call `work` again and again, while each of `copies` is called again and again by a thread of its own.
+
+        Args:
+            work: called in this thread, at least `_LEAST_CALLS` times unless a copy fails.
+            copies: each returns the bytes that one call has copied.
+            least_seconds: the turn lasts at least so long, and until each thread has copied once.
+        """
         is_over, copied = Event(), [0] * len(copies)
 
         def go(number: int) -> None:
@@ -246,6 +252,12 @@ class _PinnedCopies:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def start(self, direction: int, size_bytes: int) -> None:
+        """Start a copy on the stream of its direction.
+
+        Args:
+            direction: 0 to the host, 1 to the device.
+            size_bytes: at most the size that the object was made for.
+        """
         target, source = (self._host, self._device) if direction == 0 else (self._device, self._host)
         with torch.cuda.stream(self._streams[direction]):
             target[direction][:size_bytes].copy_(source[direction][:size_bytes], non_blocking=True)
@@ -256,6 +268,11 @@ class _PinnedCopies:
         return time.perf_counter()
 
     def run(self, direction: int, size_bytes: int) -> None:
+        """Copy, and wait until it is done.
+
+        Args:
+            direction, size_bytes: as for `start`.
+        """
         self.start(direction, size_bytes)
         self.wait(direction)
 

@@ -157,7 +157,12 @@ class Sources:
         return found
 
     def enter(self, storage: torch.UntypedStorage, source: Source) -> None:
-        """Note that a storage holds contents that were recomputed."""
+        """Note that a storage holds contents again: recomputed, or copied back from the host.
+
+        Args:
+            storage: that holds them; it is not kept alive.
+            source: of the contents; it refers to this storage from now on.
+        """
         source.storage = weakref.ref(storage)
         self._of[storage._cdata] = source
 

@@ -34,11 +34,20 @@ class InArena:
         return replace(captured, graph=graph)
 
     def places(self, captured: Captured, plan: Plan) -> Places:
-        """Return the places of the requests that a plan's program makes."""
+        """Return the places of the requests that a plan's program makes.
+
+        Args:
+            captured: the step, with its costs.
+            plan: made for the same graph.
+        """
         return self._placed(plan, self._orders(captured))
 
     def first_places(self, captured: Captured, plan: Plan) -> Places:
-        """Return the places for a step that makes the optimizer's state, which is ordinary memory."""
+        """Return the places for a step that makes the optimizer's state, which is ordinary memory.
+
+        Args:
+            captured, plan: as for `places`.
+        """
         orders, making = orders_of_first_updates(captured.graph, captured.binding, self._library, self._alignment_bytes)
         return self._placed(plan, {**self._orders(captured), **orders}, making)
 

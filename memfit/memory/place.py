@@ -125,7 +125,12 @@ def at_offset_zero(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reach(offset: int, shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the start of a storage to the end of a tensor's last; 0 if it has none."""
+    """Return the number of elements from the start of a storage to the end of a tensor's last; 0 if it has none.
+
+    Args:
+        offset: of the tensor's first element, in elements.
+        shape, stride: of its dimensions, equally many; strides are in elements.
+    """
     return 0 if 0 in shape else offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
 
 

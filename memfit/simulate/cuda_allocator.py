@@ -146,7 +146,12 @@ class CachingAllocator:
         return {name: (block.start, block.size) for name, block in self._blocks.items()}
 
     def use(self, name: int, stream: int) -> None:
-        """Note that another stream uses a block (`Tensor.record_stream`)."""
+        """Note that another stream uses a block (`Tensor.record_stream`).
+
+        Args:
+            name: of the block; one that is not there is ignored.
+            stream: that uses it; that of its request changes nothing.
+        """
         block = self._blocks.get(name)
         if block is not None and stream != block.pool.stream:
             block.streams.add(stream)

@@ -104,18 +104,38 @@ class _Walk:
                 self.begin(storage.id, 0, None)
 
     def begin(self, storage: int, position: int, begun_by: Code | None, memory_of: int | None = None) -> None:
+        """Open the live range of a storage.
+
+        Args:
+            storage: has no open range.
+            position: of the instruction that brings it to the device; 0 for a resident.
+            begun_by: kind of that instruction; None for a resident.
+            memory_of: index of the range whose memory it takes over in place; None if it has memory of its own.
+        """
         self.open[storage] = len(self.ranges)
         self.ranges.append(
             LiveRange(storage=storage, first=position, last=self.length, begun_by=begun_by, memory_of=memory_of)
         )
 
     def end(self, storage: int, position: int) -> int:
-        """Close the range of `storage`; return its index."""
+        """Close the live range of a storage; return its index.
+
+        Args:
+            storage: has an open range.
+            position: of the instruction that frees it, or takes over its memory.
+        """
         index = self.open.pop(storage)
         self.ranges[index].last = position
         return index
 
     def compute(self, position: int, op_id: int, in_place_of: int) -> None:
+        """Note what an op reads, mutates and writes.
+
+        Args:
+            position: of the instruction.
+            op_id: may have been computed before.
+            in_place_of: the storage whose memory one of the writes takes over; -1 for none.
+        """
         op = self.graph.ops[op_id]
         for storage, _ in self.graph.read_versions[op_id]:
             self.ranges[self.open[storage]].reads.append(position)
@@ -134,6 +154,12 @@ class _Walk:
             self.workspaces.append((position, op_id))
 
     def cross(self, position: int, boundary: int) -> None:
+        """Note the departures of a boundary, and open the ranges of its arrivals.
+
+        Args:
+            position: of the instruction.
+            boundary: its number in the graph.
+        """
         for storage in self.graph.boundaries[boundary].departures:
             stay = self.ranges[self.open[storage]]
             stay.departed_at = position if stay.departed_at is None else stay.departed_at

@@ -120,12 +120,12 @@ def schedule_events(
         outside_bytes: of one more block, which is requested after the residents and stays.
     """
     trace = _Trace(graph, schedule, has_arena=arena_bytes is not None)
-    events = [trace.request(storage.id, storage.bytes) for storage in graph.storages if storage.resident]
+    events = [_request(storage.id, storage.bytes) for storage in graph.storages if storage.resident]
     first = len(graph.storages) + steps * trace.blocks
     if outside_bytes:
-        events.append(trace.request(first + 2, outside_bytes))
+        events.append(_request(first + 2, outside_bytes))
     if arena_bytes is not None:
-        events += [trace.request(first, POOL_BYTES), trace.request(first + 1, arena_bytes)]
+        events += [_request(first, POOL_BYTES), _request(first + 1, arena_bytes)]
     begins: list[int] = []
     for step in range(steps):
         begins.append(len(events))
@@ -157,19 +157,15 @@ class _Trace:
         self._first_passing = self.blocks
         self.blocks += max((len(each) for each in self._passing.values()), default=0)
 
-    def request(self, block: int, size_bytes: int) -> Event:
-        """Return the event of a request."""
-        return Event(EventKind.ALLOCATE, block, size_bytes)
-
     def step_events(self, offset: int) -> list[Event]:
         """Return the events of a step, whose blocks are numbered from `offset` on."""
         first = len(self._graph.storages) + offset
         events: list[Event] = []
         for position in range(self._length):
             events += [Event(EventKind.FREE, first + block) for block in self._freed[position]]
-            events += [self.request(first + block, size) for block, size in self._begun[position]]
+            events += [_request(first + block, size) for block, size in self._begun[position]]
             passing = list(enumerate(self._passing[position], first + self._first_passing))
-            events += [self.request(block, size) for block, size in passing]
+            events += [_request(block, size) for block, size in passing]
             events += [Event(EventKind.FREE, block) for block, _ in reversed(passing)]
         return events + [Event(EventKind.FREE, first + block) for block in self._freed[self._length]]
 
@@ -194,3 +190,7 @@ class _Trace:
                 self._begun[stay.first].append((index, storage.bytes))
             if index not in taken:
                 self._freed[stay.last].append(block_of[index])
+
+
+def _request(block: int, size_bytes: int) -> Event:
+    return Event(EventKind.ALLOCATE, block, size_bytes)

@@ -124,7 +124,12 @@ class _Uses:
                 self.values[value.storage].append(value)
 
     def next_read(self, storage: int, op: int) -> int | None:
-        """Return the first op after `op` that reads a storage, or None."""
+        """Return the first op after another that reads or mutates a storage; None if there is none.
+
+        Args:
+            storage: its number in the graph.
+            op: the number of the other op.
+        """
         reads = self.reads[storage]
         at = bisect.bisect_right(reads, op)
         return reads[at] if at < len(reads) else None
@@ -134,7 +139,14 @@ class _Uses:
         return bool(self.values[storage]) and all(map(holds_noise, self.values[storage]))
 
     def let_go(self, graph: Graph, op: Op, live: Iterator[int], big_bytes: int) -> Iterator[tuple[int, bool]]:
-        """Yield the storages that are freed after an op, and whether they are read again."""
+        """Yield the storages that are freed after an op, and whether they are read again.
+
+        Args:
+            graph: of the step.
+            op: the op that has just run.
+            live: storages on the device after it, without residents; not changed while this is read.
+            big_bytes: a storage that is read again is freed only if it has so many.
+        """
         for storage in live:
             following = self.next_read(storage, op.id)
             if following is None:

@@ -60,7 +60,12 @@ class _Copies:
         self.held: list[torch.Tensor] = []
 
     def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], direction: int) -> None:
-        """Start to copy storages, given as (target, source); 0 is to the host, 1 to the device."""
+        """Start to copy storages; on a CPU they are copied at once.
+
+        Args:
+            pairs: (target, source); the whole storage of a source is copied into that of its target.
+            direction: 0 to the host, 1 to the device.
+        """
         for target, source in pairs:
             to, whole = bytes_of(target), bytes_of(source)
             if self.device.type == "cuda":

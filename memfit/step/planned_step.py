@@ -66,7 +66,7 @@ class PlannedStep(Step):
     def __init__(self, step: TrainingStep, settings: Settings, plan: Plan | None = None) -> None:
         self.step = step = replace(step)
         self._ranks = ranks_of(step)
-        settings = self._ranks.start(step, settings)
+        settings = self._ranks.start(settings)
         self.device = step_device(step.model, step.batch)
         require_cap(settings, self.device)
         self._memory, settings = memory_for(

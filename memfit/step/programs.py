@@ -124,7 +124,12 @@ class Programs:
         return variant
 
     def run(self, variant: Variant, batch: Any) -> Any:
-        """Run a variant's program on `batch`, or replay its CUDA graph; return the loss, or a function's next state."""
+        """Run a variant's program, or replay its CUDA graph; return the loss, or a function's next state.
+
+        Args:
+            variant: found for this batch; its guards hold.
+            batch: of the call; a CUDA graph has it already.
+        """
         step, parameters = self._step, variant.guards.parameters
         outputs = None if self._graphs is None else self._graphs.outputs()
         if outputs is None:

@@ -73,7 +73,12 @@ class Instrument(ABC):
 
     @abstractmethod
     def close(self, usage: Usage, token: int) -> None:
-        """End the record with this token, and complete its usage."""
+        """End a record, and complete its usage.
+
+        Args:
+            usage: that `open` was given; gets its `end_bytes`, and the peaks that it does not have yet.
+            token: as `open` returned it; not valid any more afterwards.
+        """
 
     @abstractmethod
     def live_bytes(self) -> int:

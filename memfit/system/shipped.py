@@ -40,6 +40,10 @@ class Kind(Protocol):
     def enter(self, value: Any, numbers: list[Any]) -> None:
         """Append the numbers of a value.
 
+        Args:
+            value: of an argument, or of a part of one.
+            numbers: of all arguments so far.
+
         Raises:
             UnlikeShippedError: it is of another type.
         """

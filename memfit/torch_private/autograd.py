@@ -151,8 +151,8 @@ def without_autocast() -> Any:
 class UnwrappedMode(TorchDispatchMode):
     """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
 
-    Here Dynamo is told once to skip the code of `__torch_dispatch__`, and all that it calls. While code runs that
-    `torch.compile` has compiled, the mode is off.
+    Dynamo is set once to skip the code of `__torch_dispatch__`, and all that it calls. The mode is off while code runs
+    that `torch.compile` has compiled.
 
     Attributes:
         has_autocast: says while a call is handled whether it came from inside of autocast for a device type.

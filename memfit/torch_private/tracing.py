@@ -32,7 +32,12 @@ class Regions:
         self._uses: list[Counter[torch.Tensor]] = []  # of leaves, by the reentrant regions
 
     def add_reentrant(self, results: Any, args: Sequence[Any]) -> None:
-        """Note what a region with use_reentrant=True uses: its backward pass adds to gradients by itself."""
+        """Note what a region with use_reentrant=True uses: its backward pass adds to gradients by itself.
+
+        Args:
+            results: of the region, nested as it returned them.
+            args: of the region; the graph of autograd that led to them is no part of it.
+        """
         before = {each.grad_fn for each in args if isinstance(each, torch.Tensor) and each.grad_fn is not None}
         self._uses.append(_uses_of_leaves(results, before))
 

@@ -21,6 +21,12 @@ class Step(nn.Module):
         self.cells = nn.ModuleList(nn.LSTMCell(width, width) for _ in range(layers))
 
     def forward(self, inputs: Tensor, states: States) -> States:
+        """Return the new states.
+
+        Args:
+            inputs: (batch, width), of the lowest layer.
+            states: hidden and cell state of each layer from the lowest on, (batch, width) each.
+        """
         now: list[tuple[Tensor, Tensor]] = []
         for cell, state in zip(self.cells, states, strict=True):
             now.append(cell(inputs, state))
@@ -36,6 +42,12 @@ class Segment(nn.Module):
         self.step = step
 
     def forward(self, inputs: Tensor, states: States) -> tuple[list[Tensor], States]:
+        """Return the top layer's outputs, (batch, width) each, and the last states.
+
+        Args:
+            inputs: (steps, batch, width).
+            states: before the first of these steps, as for `Step`.
+        """
         outputs: list[Tensor] = []
         for moment in inputs.unbind():
             states = self.step(moment, states)

@@ -59,6 +59,12 @@ class _Stage(nn.Module):
         self.blocks = nn.ModuleList(_Block(before if n == 0 else width, width) for n in range(count))
 
     def forward(self, hidden: Tensor, runs: list[bool]) -> Tensor:
+        """Return the features after the last block.
+
+        Args:
+            hidden: (batch, features, height, width), of the stage before.
+            runs: for each block whether it runs; one that does not passes on its input in the shape of its output.
+        """
         for block, is_run in zip(self.blocks, runs, strict=True):
             hidden = block(hidden) if is_run else _passed(hidden, self.width)
         return hidden

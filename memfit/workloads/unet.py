@@ -49,6 +49,12 @@ class Up(nn.Module):
         self.block = DoubleBlock(2 * outputs, outputs)
 
     def forward(self, images: Tensor, skip: Tensor) -> Tensor:
+        """Return features of the resolution of `skip`.
+
+        Args:
+            images: (batch, inputs, height, width), of the level below.
+            skip: (batch, outputs, 2 height, 2 width).
+        """
         return self.block(torch.cat((skip, self.upsample(images)), dim=1))
 
 

@@ -245,11 +245,21 @@ class ArenaLibrary:
         )
 
     def drop_plan(self, handle: int, plan: int) -> None:
-        """Drop the plan or the places with this number."""
+        """Drop the plan or the places with a number.
+
+        Args:
+            handle: the arena.
+            plan: the number; one that none has changes nothing.
+        """
         self.library.memfit_arena_drop_plan(handle, plan)
 
     def resize(self, handle: int, bytes_: int) -> bool:
-        """Replace the arena's memory by one of this size; return whether there was enough."""
+        """Replace the arena's memory; return whether there was enough. If not, the arena has none.
+
+        Args:
+            handle: the arena; tensors in its memory keep their place there until they are gone.
+            bytes_: of the new memory; 0 takes none.
+        """
         return not self.library.memfit_arena_resize(handle, bytes_)
 
     def live_blocks(self, handle: int) -> int:
@@ -257,7 +267,12 @@ class ArenaLibrary:
         return self.library.memfit_arena_live_blocks(handle)
 
     def owns(self, handle: int, address: int) -> bool:
-        """Whether an address lies in the arena's memory."""
+        """Return whether an address lies in the arena's present memory.
+
+        Args:
+            handle: the arena.
+            address: of any memory, in bytes.
+        """
         return bool(self.library.memfit_arena_owns(handle, address))
 
 

@@ -207,12 +207,23 @@ class _Decisions:
                 return
 
     def go_on_at_once(self, trees: list[Tree], nodes: int) -> list[int]:
-        """Visit so many nodes of each tree; return how their searches stand."""
+        """Search in all trees at once; return how each search stands, as `go_on` does.
+
+        Args:
+            trees: begun by `start`; the first is searched in this thread, the others on the second core.
+            nodes: how many are visited in each tree at most.
+        """
         others = [self.second_core.submit(go_on, tree, nodes) for tree in trees[1:]]
         return [go_on(trees[0], nodes), *(other.result() for other in others)]
 
     def has_ended(self, trees: list[Tree], results: list[int], units: int) -> bool:
-        """Return whether a search has ended; take what it found or proved."""
+        """Return whether a search has ended; offer its layout, or raise the bound if it proved that none fits.
+
+        Args:
+            trees: that were searched.
+            results: what `go_on` returned for each of them.
+            units: the capacity, in units of `unit` bytes.
+        """
         for tree, result in zip(trees, results, strict=True):
             if result == FOUND:
                 self.best.offer(tree.blocks["offset"] * self.unit, Exact.name)

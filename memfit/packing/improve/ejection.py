@@ -100,7 +100,12 @@ class Ejections:
         return self.best.bound_bytes + (0 if close else int(gap * share))
 
     def make_heavier(self, blocks: NDArray[np.int64], factor: float) -> None:
-        """Make these blocks harder to eject."""
+        """Make some blocks harder to eject.
+
+        Args:
+            blocks: int64, their numbers in the problem.
+            factor: by which their weights are multiplied.
+        """
         chosen = np.zeros(self.count, bool)
         chosen[blocks] = True
         self.room.weights[chosen[self.order]] *= factor
@@ -108,7 +113,9 @@ class Ejections:
     def attempt(self, cap: int, offsets_bytes: Offsets) -> Steps:
         """Offer a layout within the cap, or with a few blocks above it; end when the pool has not shrunk for long.
 
-        `offsets_bytes` is int64[n], the layout to begin from.
+        Args:
+            cap: the height to reach, in bytes.
+            offsets_bytes: int64[n], the layout to begin from; is left as it is.
         """
         room, best = self.room, self.best
         room.offsets[:] = offsets_bytes[self.order]

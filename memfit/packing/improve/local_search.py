@@ -89,7 +89,12 @@ class _Player:
         self.chunk = min(_ROUNDS_A_START, max(1, STEP_WORK // (_ROUND_WORK * self.count)))
 
     def begin(self, weights: NDArray[np.float64], rounds: int) -> int:
-        """Play from these weights; return the work done."""
+        """Play from new weights; return the work done.
+
+        Args:
+            weights: float64[n], one for each block; are copied.
+            rounds: how many, each a first fit of all blocks; fewer if the bound is reached.
+        """
         self.wheel.weights[:], self.lowest = weights, _NO_HEIGHT
         return self.go_on(rounds)
 

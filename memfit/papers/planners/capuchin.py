@@ -1,4 +1,4 @@
-"""Planner `capuchin`: swap what the step hides, then swap or recompute what costs less (Peng et al. 2020)."""
+"""Planner `capuchin`: swap where the step hides the copies; then swap or recompute, by cost (Peng et al. 2020)."""
 
 from __future__ import annotations
 
@@ -123,11 +123,20 @@ class _Link:
         self.delay_seconds = 0.0
 
     def cost(self, number: int, peak: int) -> float:
-        """Return by how many seconds more the step is delayed if an interval is chosen for the peak at a stop."""
+        """Return by how many seconds more the step is delayed if an interval is chosen for the peak at a stop.
+
+        Args:
+            number: of the interval; not chosen yet.
+            peak: number of the stop, before which the copy out has to be done.
+        """
         return self._delay([*self._chosen, number], [*self._wanted, float(self._done[peak])]) - self.delay_seconds
 
     def take(self, number: int, peak: int) -> None:
-        """Choose an interval for the peak at a stop."""
+        """Choose an interval for the peak at a stop.
+
+        Args:
+            number, peak: as for `cost`.
+        """
         self._chosen.append(number)
         self._wanted.append(float(self._done[peak]))
         self.delay_seconds = self._delay(self._chosen, self._wanted)

@@ -35,7 +35,13 @@ class RecomputeSeconds:
         return self._found[storage, position][0]
 
     def drop(self, storage: int, start: int, end: int) -> None:
-        """Count a managed storage as gone between two positions, and back at `end`."""
+        """Count a managed storage as gone between two positions.
+
+        Args:
+            storage: managed storage.
+            start: the last position at which it is there.
+            end: the position that needs it again; there it is still gone.
+        """
         self._dropped.setdefault(storage, []).append((start, end))
         self._found = {key: found for key, found in self._found.items() if storage not in found[1]}
 

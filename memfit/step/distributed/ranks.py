@@ -29,7 +29,7 @@ _NEW, _FAILED = -1, -2  # in the place of the number of the program that a rank 
 class Ranks:
     """The processes that a planned step runs on: here one alone."""
 
-    def start(self, step: TrainingStep, settings: Settings) -> Settings:  # noqa: ARG002
+    def start(self, settings: Settings) -> Settings:
         """Begin with the same model everywhere; return the settings, without what the ranks cannot do."""
         return settings
 
@@ -38,11 +38,21 @@ class Ranks:
         return None
 
     def found(self, find: Callable[[], int | None], batch: Any) -> bool:  # noqa: ARG002
-        """Return whether the program that `find` returns the number of is there on all ranks."""
+        """Return whether all ranks have found the same program.
+
+        Args:
+            find: called once; returns the number of this rank's program, None if it has to be made.
+            batch: of the call, for messages.
+        """
         return find() is not None
 
     def together(self, what: str, make: Callable[[], T]) -> T:  # noqa: ARG002
-        """Return what `make` returns, once it has returned on all ranks."""
+        """Return what `make` returns, once it has returned on all ranks.
+
+        Args:
+            what: is done, for messages.
+            make: called once on each rank; what it raises is raised on all of them.
+        """
         return make()
 
     def planning(self, own: Planning) -> Planning:
@@ -74,7 +84,7 @@ class ManyRanks(Ranks):
         self._across = across
         self._agreement = agreement_of(across.group)
 
-    def start(self, step: TrainingStep, settings: Settings) -> Settings:
+    def start(self, settings: Settings) -> Settings:
         """Compare models and settings; then give all ranks rank 0's parameters and buffers.
 
         Raises:
@@ -84,8 +94,8 @@ class ManyRanks(Ranks):
         if settings.arena:
             raise InvalidOptionError("arena=True is not supported with a process_group; leave one of them out")
         lines = [f"{name}: {setting!r}" for name, setting in _compared(settings).items()]
-        require_same_model(self._agreement, step.model, lines, "model and settings")
-        self._across.begin(step.model)
+        require_same_model(self._agreement, self._step.model, lines, "model and settings")
+        self._across.begin(self._step.model)
         # What is found behind the steps is found at another step on each rank.
         return replace(settings, search_behind=False)
 
