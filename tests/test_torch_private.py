@@ -46,7 +46,7 @@ from memfit.torch_private.absent import (
     real_form,
 )
 from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
-from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint, without_inference_mode
+from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint, as_aot_takes_it
 from memfit.torch_private.autograd import (
     RUNS_BACKWARD,
     TorchDispatchMode,
@@ -1405,7 +1405,7 @@ def test_an_error_leaves_modes_as_they_were() -> None:
         assert torch.is_grad_enabled(), "nothing failed"
 
 
-def test_a_graph_without_inference_mode_computes_the_same() -> None:
+def test_a_graph_as_aot_takes_it_computes_the_same() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         mode = torch.autograd.grad_mode._enter_inference_mode(True)
         scale = x.detach() * 2
@@ -1418,7 +1418,7 @@ def test_a_graph_without_inference_mode_computes_the_same() -> None:
     scale = graph.call_function(torch.mul, (x, 2))
     graph.call_function(torch.autograd.grad_mode._exit_inference_mode, (mode,))
     graph.output((graph.call_function(torch.add, (x, scale)), scale))
-    module = without_inference_mode(torch.fx.GraphModule(torch.nn.Module(), graph))
+    module = as_aot_takes_it(torch.fx.GraphModule(torch.nn.Module(), graph))
     inputs = torch.ones(3, requires_grad=True)
     result, scale = module(inputs)
     assert torch.equal(result, forward(inputs)) and result.requires_grad

@@ -32,7 +32,7 @@ from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
-from memfit.torch_private.aot import hand_over_absent, without_inference_mode
+from memfit.torch_private.aot import hand_over_absent, as_aot_takes_it
 from memfit.torch_private.dynamo import ends_in_break, is_between_breaks, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.ranks import ddp_sorts_buckets
@@ -117,7 +117,7 @@ class PlannedGraph:
         self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
     ) -> None:
         self.ends_in_break = ends_in_break(module)
-        self.module = with_numbers_as_tensors(without_inference_mode(module))
+        self.module = with_numbers_as_tensors(as_aot_takes_it(module))
         self._may_be_part = account is None and not is_between_breaks(module)
         self.sharing: Sharing | None = None
         self._levels: dict[Any, Levels] = {}

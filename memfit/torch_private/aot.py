@@ -54,11 +54,12 @@ def trace_joint(
         )
 
 
-def without_inference_mode(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let a graph compute under `no_grad` what it would under `inference_mode`, with the same numbers; return it.
+def as_aot_takes_it(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Let a graph compute under `no_grad` what it would under `inference_mode`, and `.data = ...` be in it; return it.
 
-    AOTAutograd cannot trace such a graph, and after the error the mode is left when Python frees it, at some other
-    time, and puts back what was on in the thread in the midst of the trace.
+    AOTAutograd cannot trace a graph under `inference_mode`, and after the error the mode is left when Python frees it,
+    at some other time, and puts back what was on in the thread in the midst of the trace. What `.data = ...` is in
+    torch 2.15 it leaves to the end of a call, outside of the graph; `set_`, as in torch 2.13, stays in the graph.
 
     Args:
         module: captured by Dynamo; changed in place.
@@ -77,9 +78,17 @@ def _leave_no_grad(entered: Any) -> None:
     entered.__exit__(None, None, None)
 
 
+def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    version = tensor._version
+    tensor.set_(source)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+    return tensor
+
+
 _INSTEAD: dict[Any, Any] = {
     torch.autograd.grad_mode._enter_inference_mode: _enter_no_grad,
     torch.autograd.grad_mode._exit_inference_mode: _leave_no_grad,
+    getattr(torch.ops.aten, "shallow_copy_data_", None): _set_data,  # `.data = ...` in torch 2.15, `set_` in 2.13
 }
 
 
