@@ -241,17 +241,16 @@ def test_the_errors_without_a_plan_carry_both_least_budgets() -> None:
         assert (error.least_budget_bound_bytes, error.exit_status) == (7, status)
 
 
-def test_a_target_passes_twelve_functions_at_most_and_no_module_twice(run: Run) -> None:
+def test_a_target_passes_twelve_modules_at_most_and_none_twice(run: Run) -> None:
     walk = functions_of_target(
         "lstm", lambda: run("plan", "lstm", *SMALL, "--budget", "100%", "--planner", "none", "--json")
     )
     assert walk[0] == "commands.plan.plan"
     walk = [step for step in walk if step != "commands.plan._answer"]  # shows the plan
     assert "planning.make_plan" in walk
-    assert len(walk) <= 12, walk
     modules = [step.rpartition(".")[0] for step in walk]
     visits = [module for module, _ in itertools.groupby(modules)]
-    assert len(visits) == len(set(visits)), walk
+    assert len(visits) == len(set(visits)) <= 12, "\n".join(walk)
 
 
 def test_settings_say_what_they_are() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import without_progress
 
 from memfit import Graph, TrainingStep
 from memfit.capture.placement import step_device
@@ -335,7 +336,7 @@ def test_json_is_all_of_standard_output_whatever_a_target_prints(tmp_path: Path,
         env=os.environ | {"PYTHONIOENCODING": encoding},
     )
     assert json.loads(answered.stdout)["peak_bytes"] > 0
-    assert answered.stderr.split("\n")[:3] == ["from Python", "from C", "from a child"]
+    assert without_progress(answered.stderr).split("\n")[:3] == ["from Python", "from C", "from a child"]
 
 
 def test_ctrl_c_is_one_line_whenever_it_comes(tmp_path: Path) -> None:

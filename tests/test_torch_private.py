@@ -46,7 +46,7 @@ from memfit.torch_private.absent import (
     real_form,
 )
 from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
-from memfit.torch_private.aot import boxed, hand_over_absent, trace_joint, as_aot_takes_it
+from memfit.torch_private.aot import as_aot_takes_it, boxed, hand_over_absent, trace_joint
 from memfit.torch_private.autograd import (
     RUNS_BACKWARD,
     TorchDispatchMode,

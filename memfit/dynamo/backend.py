@@ -32,7 +32,7 @@ from memfit.errors import InvalidOptionError, NotOneGraphError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
-from memfit.torch_private.aot import hand_over_absent, as_aot_takes_it
+from memfit.torch_private.aot import as_aot_takes_it, hand_over_absent
 from memfit.torch_private.dynamo import ends_in_break, is_between_breaks, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.ranks import ddp_sorts_buckets
