@@ -17,6 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+EXTRAS = "bench,dev,dqn,transformers,accelerate,lightning"
 INSIDE = "MEMFIT_VERSIONS_INSIDE"  # set in the environment that the tests run in
 
 
@@ -38,7 +39,7 @@ def environment(python: str, torch_version: str) -> Path:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         others.write_text("\n".join(line for line in lines if not line.startswith("torch==")) + "\n")
         install = [inside, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", f"torch=={torch_version}"]
-        subprocess.run([*install, "-c", others, "-e", f"{ROOT}[bench,dev]"], check=True)
+        subprocess.run([*install, "-c", others, "-e", f"{ROOT}[{EXTRAS}]"], check=True)
         subprocess.run([*install, "-c", others, "--no-deps", "pytorchcv"], check=True)
         done.touch()
     return inside

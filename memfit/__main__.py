@@ -20,7 +20,8 @@ def run() -> NoReturn:
             sys.stderr.write("memfit: error: interrupted\n")
             sys.exit(_INTERRUPTED)
         status = main()
-    gc.freeze()  # the last collection of all ops of a long step takes a second, and frees what the exit frees anyway
+        if "triton" not in sys.modules:  # which tells at the exit what was not freed before
+            gc.freeze()  # the last collection of all ops of a long step takes a second, and the exit frees them anyway
     sys.exit(status)
 
 

@@ -215,7 +215,7 @@ def test_a_checksum_takes_less_than_the_modes_reserve(count: int) -> None:
     assert usage.peak_bytes < 1 << 12
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the first derivative
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")  # torch's own, at the first derivative
 def test_zero_tensors_of_forward_derivatives_have_no_memory() -> None:
     lin = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())))
     with memfit.eager(lin, budget="16MiB"), forward_ad.dual_level():

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,8 @@ def doctor(as_json: options.Json = False) -> int:
 
 
 def _version(package: str) -> str | None:
+    if package in sys.modules:  # torch's own names its build, too: 2.15.0+cu132
+        return str(getattr(sys.modules[package], "__version__", None) or importlib.metadata.version(package))
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
