@@ -39,7 +39,7 @@ from memfit.torch_private.tensors import tensors_reached
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
-    "the module that torch.compile returned"
+    "the module that torch.compile returned; where a function is compiled that calls the model, compile the model"
 )
 _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
