@@ -185,17 +185,12 @@ class CallsSeen:
     """
 
     def __init__(self, look: Callable[[torch.nn.Module], Callable[[], None] | None]) -> None:
-        called, set_compiler = torch.nn.Module.__call__, eval_frame.set_eval_frame
-        self._is_removed = False
+        called, self._is_removed = torch.nn.Module.__call__, False
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_removed or torch.compiler.is_compiling():  # what torch.compile returned keeps this function
                 return called(module, *args, **kwargs)
-            compiler = set_compiler(None)  # or it would compile what looks
-            try:
-                returned = look(module)
-            finally:
-                set_compiler(compiler)
+            returned = look(module)
             if returned is None:
                 return called(module, *args, **kwargs)
             try:
@@ -203,9 +198,10 @@ class CallsSeen:
             finally:
                 returned()
 
-        # as the function of torch's in whose place it is: not compiled, but what it calls
-        strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-        eval_frame.set_code_exec_strategy(call.__code__, strategy)
+        skip, strategy = eval_frame._FrameAction.SKIP, eval_frame._FrameExecStrategy
+        # like the function of torch's in whose place it is, it is not compiled, but what it calls is
+        eval_frame.set_code_exec_strategy(call.__code__, strategy(skip, eval_frame._FrameAction.DEFAULT))
+        eval_frame.set_code_exec_strategy(cast("Any", look).__code__, strategy(skip, skip))
         self._patches = ExitStack()
         self._patches.enter_context(replaced(torch.nn.Module, "__call__", call))
 
