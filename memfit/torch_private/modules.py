@@ -185,6 +185,8 @@ class CallsSeen:
     """
 
     def __init__(self, look: Callable[[torch.nn.Module], Callable[[], None] | None]) -> None:
+        from torch._dynamo.variables import nn_module  # takes seconds to import
+
         called, self._is_removed = torch.nn.Module.__call__, False
 
         def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +206,8 @@ class CallsSeen:
         eval_frame.set_code_exec_strategy(cast("Any", look).__code__, strategy(skip, skip))
         self._patches = ExitStack()
         self._patches.enter_context(replaced(torch.nn.Module, "__call__", call))
+        # where a module has this one and no hooks, the compiler goes on at its `forward`
+        self._patches.enter_context(replaced(nn_module, "unpatched_nn_module_call", call))
 
     def remove(self) -> None:
         """Show no more calls."""
