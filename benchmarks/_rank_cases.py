@@ -89,6 +89,7 @@ _COMPILED = {
     "FSDP2, prefetch": ["plain"],
     "FSDP2, CPU offload": ["plain"],
     "FSDP2, LoRA on bf16": ["plain"],
+    "HSDP": ["plain"],
     "torchtitan, FSDP": ["plain", "accumulation"],
 }
 _FOUR_ONLY = ("HSDP",)
@@ -114,7 +115,8 @@ def _own_cases() -> list[Case]:
             share = _BF16_SHARE if habit == "bf16" else 0.7
             door = "compile" if wrapper.startswith("DDP") else "backend"
             names = {"wrapper": wrapper, "loop": OWN, "habit": habit, "door": door}
-            ranks = (2, 4) if (wrapper, habit) == ("DDP", "plain") else (2,)
+            both = (2, 4) if (wrapper, habit) == ("DDP", "plain") else (2,)
+            ranks = (4,) if wrapper in _FOUR_ONLY else both
             found.append(Case(**names, row=row, share=share, ranks=ranks))
     for wrapper in ("DDP", "FSDP2"):
         for habit in ("plain", "evaluation first"):

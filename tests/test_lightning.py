@@ -22,6 +22,7 @@ def fit_lightning(
     callbacks: Any = (),
     calls_net: bool = True,
     skips: int | None = None,
+    compiles: bool = False,
     **settings: Any,
 ) -> Any:
     lightning = pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
@@ -29,8 +30,12 @@ def fit_lightning(
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.losses = dropped_out(), []
+            self.net, self.losses = None if compiles else dropped_out(), []
             self.automatic_optimization = not is_manual
+
+        def configure_model(self) -> None:
+            if self.net is None:
+                self.net = torch.compile(dropped_out(), backend="aot_eager")
 
         def training_step(self, batch: Any, number: int) -> Any:
             if number == skips:
@@ -98,6 +103,20 @@ def test_lightning_steps_whose_closure_calls_the_module_are_planned() -> None:
     assert planned.losses == stock.losses
     assert_same(planned, stock)
     assert callback.most_bytes > 0
+
+
+@pytest.mark.parametrize("door", ["auto", "checkpoint"])
+def test_a_module_that_configure_model_makes_and_compiles_is_held_by_checkpoints(door: str) -> None:
+    pytest.importorskip("pytorch_lightning", reason="pip install memfit[lightning]")
+    from memfit.integrations.lightning import MemfitCallback
+
+    settings: Any = {"is_manual": False, "steps": 2, "compiles": True}
+    stock = fit_lightning(**settings)
+    callback = MemfitCallback("1GiB", module="net", door=door)
+    held = fit_lightning(callbacks=[callback], **settings)
+    assert held.losses == stock.losses
+    assert_same(held, stock)
+    assert callback.held.ran == len(stock.losses)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,46 @@ def test_a_model_with_blocks_is_held_from_within_its_first_call() -> None:
     assert windows[0].plan == 0  # its blocks were recomputed in the first step already
     assert len({window.numel for window in windows}) == 1  # arguments by name are seen in the first call, too
     assert "forward" not in vars(model.blocks[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile looks at it
+@pytest.mark.parametrize("compiles", ["model", "model in place", "blocks", "blocks in place"])
+def test_models_that_a_script_compiles_are_held_from_their_first_call_on_and_stay_compiled(compiles: str) -> None:
+    def made(model: _Model) -> nn.Module:
+        torch._dynamo.reset()
+        graphs.clear()
+        how: Any = {"backend": counting, "fullgraph": True}
+        if compiles.endswith("in place"):
+            for each in (model,) if compiles.startswith("model") else model.blocks:
+                each.compile(**how)
+        elif compiles == "model":
+            return torch.compile(model, **how)
+        else:
+            model.blocks = nn.ModuleList(torch.compile(block, **how) for block in model.blocks)
+        return model
+
+    def counting(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    graphs: list[torch.fx.GraphModule] = []
+    model = _Model()
+    bare, of_bare = _train(made(copy.deepcopy(model))), len(graphs)
+    running = Running("20MiB")
+    running.begin()
+    held = _train(made(model))
+    found = running.end()
+    assert _equal(bare, held)
+    assert [(each.history is None, each.shown().steps, each.shown().over) for each in found] == [(False, 4, 0)]
+    assert len(graphs) == of_bare if compiles.startswith("blocks") else len(graphs) <= of_bare
+
+
+def test_a_model_that_the_script_compiles_with_memfits_backend_is_left_alone(running: Running) -> None:
+    model = _Model()
+    model.compile(backend="memfit", options={"budget": "20MiB", "time_limit_seconds": 1})
+    _train(model, steps=2)
+    assert running.end() == []
+    assert running.has_left
 
 
 @pytest.mark.parametrize("kind", ["sequence", "one layer", "eval", "parts"])

@@ -107,6 +107,7 @@ from memfit.torch_private.dynamo import (
     greedy_knapsack,
     ilp_knapsack,
     is_between_breaks,
+    is_compiled_soundly,
     is_compilers,
     times_compiled,
 )
@@ -120,9 +121,9 @@ from memfit.torch_private.guarding import (
 )
 from memfit.torch_private.inductor import HELD, LEAN, InductorHalf, ModulePair, compiled_by_inductor
 from memfit.torch_private.modules import (
+    CallsSeen,
     Structure,
     bare_step,
-    before_calls,
     eager_call,
     global_module_hooks,
     gradient_hooks,
@@ -645,6 +646,11 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
         assert len(asked) == 4
         assert set(find(*others).values()) == {False}
         assert len(asked) == 4
+        for backend, is_mine in ((mine[0], True), (others[0], False)):
+            inside = torch.nn.Linear(2, 2)
+            inside.compile(backend=backend)
+            made: Any = torch.compile(torch.nn.Linear(2, 2), backend=backend)
+            assert is_compiled_soundly(inside) is is_compiled_soundly(made) is is_mine
         assert config.get_config_copy() == before
 
 
@@ -2113,24 +2119,40 @@ def test_views_of_fakes_have_the_strides_of_real_ones() -> None:
     assert strided_as_real(torch.ops.aten.exp.default, (real,), real) is real
 
 
-def test_all_arguments_of_calls_that_are_wanted_are_seen_before_any_hook_of_the_module() -> None:
+@pytest.mark.parametrize("compiles", ["", "compile", "torch.compile"])
+def test_calls_of_modules_are_seen_before_their_hooks_and_what_is_compiled_stays_one_graph(compiles: str) -> None:
+    torch._dynamo.reset()
     seen: list[object] = []
+    inner = torch.nn.Linear(2, 2)
 
-    class Scaled(torch.nn.Module):
+    class Outer(torch.nn.Module):
         def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-            return x * scale
+            return inner(x) * scale
 
-    wanted, other = Scaled(), Scaled()
-    wanted.register_forward_pre_hook(lambda *_: seen.append("own"))
-    hooks = before_calls(lambda module: module is wanted, lambda _, args, kwargs: seen.append((len(args), kwargs)))
-    for module in (wanted, other):
-        assert float(module(torch.ones(()), scale=3.0)) == 3.0
-    assert seen == [(1, {"scale": 3.0}), "own"]
-    for hook in hooks:
-        hook.remove()
-    wanted(torch.ones(()), scale=2.0)
-    assert seen == [(1, {"scale": 3.0}), "own", "own"]
-    assert not any(global_module_hooks())
+    def look(module: torch.nn.Module) -> Callable[[], None]:
+        name = "inner" if module is inner else "outer" if type(module) is Outer else "compiled"
+        seen.append(name)
+        return lambda: seen.append(f"end of {name}")
+
+    outer = module = Outer()
+    outer.register_forward_pre_hook(lambda *_: seen.append("own") if not torch.compiler.is_compiling() else None)
+    calls = CallsSeen(look)
+    if compiles == "compile":
+        outer.compile(backend="eager", fullgraph=True)
+    elif compiles:
+        module = torch.compile(outer, backend="eager", fullgraph=True)
+    module(torch.ones(1, 2), scale=3.0)
+    expected = {
+        "": ["outer", "own", "inner", "end of inner", "end of outer"],
+        "compile": ["outer", "end of outer"],
+        "torch.compile": ["compiled", "outer", "end of outer", "end of compiled"],
+    }
+    assert [name for name in seen if name != "own" or not compiles] == expected[compiles]
+    seen.clear()
+    calls.remove()
+    module(torch.ones(1, 2), scale=2.0)
+    assert set(seen) <= {"own"}
+    assert "_wrapped_call_impl" in torch.nn.Module.__call__.__name__
 
 
 def test_modes_of_this_thread_are_seen() -> None:

@@ -72,6 +72,11 @@ class Checkpointed:
             if shape.planner is not None and shape.planned is not None
         ]
 
+    @property
+    def calls(self) -> int:
+        """The calls of the model so far, compiled ones among them."""
+        return self._loop.calls
+
     def expect_no_optimizer(self) -> None:
         """Plan from the second step on, although no optimizer will step; otherwise its state is waited for."""
         self._loop.expect_no_optimizer()

@@ -38,7 +38,7 @@ from memfit.torch_private.tensors import tensors_reached
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
-    "the module that torch.compile returned"
+    "the module that torch.compile returned; where a function is compiled that calls the model, compile the model"
 )
 _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
@@ -72,6 +72,7 @@ class Loop:
         warnings: of it.
         other_bytes: that are live on the device, and do not count against the budget.
         bytes_to_come: of the optimizer's state, in the pass that is to begin.
+        calls: of the model so far.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Loop:
         self._updates = Updates(model, 1 + has_ranks())
         self._lean_passes = 0
         self.is_paused, self.is_judging = False, True
-        self.other_bytes = self.bytes_to_come = 0
+        self.other_bytes = self.bytes_to_come = self.calls = 0
         with record(device):  # from here on all is counted
             pass
         self.installed = Installed(model, blocks, rest, self.steering)
@@ -148,6 +149,7 @@ class Loop:
         """
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
+        self.calls += 1
         self._awaited.is_in_call = True
         is_training = torch.is_grad_enabled() and self.model.training
         is_between = is_training or not torch.is_grad_enabled()

@@ -153,7 +153,8 @@ class Run:
         found = self._running.end(error) if self._running is not None else []
         if os.environ.get("RANK", "0") != "0":
             return
-        if not found and error is None and not self.is_quiet:
+        has_left = self._running is not None and self._running.has_left
+        if not (found or has_left or self.is_quiet) and error is None:
             say(
                 "warning: no call of a model in training was seen in this process, and nothing was held to the budget; "
                 "processes that a script starts itself are not: start them with torchrun -m memfit run"

@@ -139,6 +139,9 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     )
 
 
+OTHER_DOOR = 'memfit.checkpoint (door="checkpoint" of a callback) holds it'
+
+
 def of_whole_budget(
     error: NoPlanError, budget_bytes: int, beside_bytes: int, reserved_bytes: int, *, headroom: float
 ) -> NoPlanError:
@@ -158,7 +161,7 @@ def of_whole_budget(
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
     return type(error)(
         f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes)} are beside this "
-        f"graph{reserved}{needed}; in what is left {error}",
+        f"graph{reserved}{needed}; in what is left {error}; or try whether {OTHER_DOOR}",
         least_budget_found_bytes=found_bytes,
         least_budget_bound_bytes=taken_bytes + error.least_budget_bound_bytes,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.windows import History
 from memfit.cost.calibration import card_of
 from memfit.doors.checkpoint import checkpoint
+from memfit.dynamo.model import PlannedCalls
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import MemfitError, UnsupportedStepError
@@ -28,7 +30,8 @@ from memfit.report.run_page import HeldShown
 from memfit.system.budget import on_card
 from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
-from memfit.torch_private.modules import before_calls, own_call, uncompiled
+from memfit.torch_private.dynamo import is_compiled_soundly
+from memfit.torch_private.modules import CallsSeen, own_call, uncompiled
 
 AUTO, CHECKPOINT, EAGER = "auto", "checkpoint", "eager"
 
@@ -107,6 +110,9 @@ class Running:
         host_budget: see the doors.
         budget_is: see the doors; eager mode is always firm.
         chunk_loss: see the doors.
+
+    Attributes:
+        has_left: whether a model was left alone, for which the script itself uses memfit.
     """
 
     budget: str | int
@@ -122,20 +128,27 @@ class Running:
     _hooks: list[Any] = field(default_factory=list[Any], init=False)
     _warnings: Warnings = field(default_factory=Warnings, init=False)
     _is_evaluating: bool = field(default=False, init=False)
+    has_left: bool = field(default=False, init=False)
 
     def begin(self) -> None:
         """Look at the calls of all modules from now on, and count bytes where they will be counted."""
         if torch.cuda.device_count() == 0:
             allocated_bytes("cpu")  # what comes from here on
-        self._hooks += before_calls(self._is_trained, self._hold)
-        self._hooks += before_calls(self._is_evaluated_before, self._measure)
+        self._hooks.append(CallsSeen(self._look))
         self._hooks.append(register_optimizer_step_pre_hook(self._require_seen))
 
+    def _look(self, module: torch.nn.Module) -> Callable[[], None] | None:
+        """Look at a call that begins: hold the model, or measure the call."""
+        if torch.is_grad_enabled():
+            if self._is_trained(module):
+                self._hold(module)
+        elif self._is_evaluated_before(module):
+            return self._measured(module)
+        return None
+
     def _is_trained(self, module: torch.nn.Module) -> bool:
-        """Return whether a call that begins is the first one of a model in training."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or module in self._known:
-            return False
-        if torch.jit.is_tracing() or has_modes():
+        """Return whether a call with gradients that begins is the first one of a model in training."""
+        if module in self._known or torch.jit.is_tracing() or has_modes():
             return False
         if any(each is module for root in self._roots for each in root.modules()):  # a layer that was added to it
             self._known.update(module.modules())
@@ -144,24 +157,24 @@ class Running:
 
     def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
         """Return whether a call without gradients begins before anything was trained."""
-        if torch.is_grad_enabled() or self._is_evaluating or self._steered or self._eager is not None:
-            return False
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or has_modes():
+        if self._is_evaluating or self._steered or self._eager is not None or torch.jit.is_tracing() or has_modes():
             return False
         return any(each.device.type != "meta" for each in module.parameters())
 
-    def _measure(self, module: torch.nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Say once the call has returned if it has taken more than the budget: nothing could be planned there."""
+    def _measured(self, module: torch.nn.Module) -> Callable[[], None]:
+        """Measure a call that begins, and return what says at its end if it has taken more than the budget.
+
+        Nothing could be planned there.
+        """
         device = next(each.device for each in module.parameters())
         contract = Contract(on_card(self.budget, lambda: card_of(device)))
         if not contract.is_resolved:  # a share of a peak that is not known yet
-            return
+            return lambda: None
         self._is_evaluating = True
         before_bytes, watched = allocated_bytes(device), watch(device)
         seen = watched.__enter__()
 
-        def returned(*_call: Any) -> None:
-            handle.remove()
+        def returned() -> None:
             self._is_evaluating = False
             watched.__exit__(None, None, None)
             taken = Usage(
@@ -170,31 +183,28 @@ class Running:
             if taken.taken_bytes > contract.budget_bytes:
                 self._warnings.warn(f"{type(module).__name__}: {contract.over_text(taken)}", "evaluation", most=1)
 
-        handle = module.register_forward_hook(returned, always_call=True)
+        return returned
 
-    def _hold(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _hold(self, module: torch.nn.Module) -> None:
         self._roots.add(module)
         self._known.update(module.modules())
-        if any(loops_of(each) or own_call(each) is not None for each in module.modules()):
-            _log.warning(
-                "memfit: %s is left alone: the script itself uses memfit for it, or compiles it", type(module).__name__
-            )
+        if any(map(_is_memfits, module.modules())):
+            self.has_left = True
+            _log.warning("memfit: %s is left alone: the script itself uses memfit for it", type(module).__name__)
             return
         why = self._why_eager(module) if self.door == AUTO and not self._steered else ""
         if why or self.door == EAGER:
             self._enter(module, why)
         else:
-            self._steer(module, args, kwargs)
+            self._steer(module)
 
-    def _steer(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _steer(self, module: torch.nn.Module) -> None:
         if self._steered:
             gc.collect()  # models that the script is done with
         options: dict[str, Any] = {"host_budget": self.host_budget, "budget_is": self.budget_is}
         checkpoint(module, self.budget, **options, chunk_loss=self.chunk_loss)
         (loop,) = loops_of(uncompiled(module))
         self._steered.append(_Steered(type(module).__name__, weakref.ref(loop), loop.history))
-        if uncompiled(module) is module:  # or its own call is still to come
-            loop.begin(module, args, kwargs)
 
     def _enter(self, module: torch.nn.Module, why: str) -> None:
         for hook in self._hooks:
@@ -221,7 +231,7 @@ class Running:
 
     def _require_seen(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         """Refuse the first update of parameters that no call of a module was seen to use."""
-        if optimizer in self._updated or not changes_parameters(optimizer):
+        if optimizer in self._updated or has_modes() or not changes_parameters(optimizer):  # fakes are tried
             return
         self._updated.add(optimizer)
         given = [each for each in parameters_of(optimizer) if each.grad is not None]
@@ -229,8 +239,8 @@ class Running:
         if any(isinstance(each, torch.nn.Parameter) for each in given) and not any(id(each) in own for each in given):
             raise UnsupportedStepError(
                 f"memfit run: {type(optimizer).__name__} updates parameters that no call of a module was seen to use, "
-                "so that the budget was not enforced: a model that `model.compile()` has compiled, or none; call "
-                "memfit.checkpoint or memfit.eager in the script"
+                "so that the budget was not enforced: they are of no module, or it is called inside of a compiled "
+                "function: compile the model in its place, torch.compile(model), or memfit.fit the step"
             )
 
     def end(self, error: BaseException | None = None) -> list[HeldReport]:
@@ -266,3 +276,7 @@ class Running:
         if refused:
             raise refused[0]
         return found
+
+
+def _is_memfits(module: torch.nn.Module) -> bool:
+    return bool(loops_of(module)) or isinstance(own_call(module), PlannedCalls) or is_compiled_soundly(module)

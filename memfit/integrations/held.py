@@ -15,7 +15,7 @@ from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
-from memfit.torch_private.modules import eager_call, own_call
+from memfit.torch_private.modules import eager_call, is_compiled, own_call
 
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
 _OPTIONS = {
@@ -101,7 +101,9 @@ class HeldModel:
     @property
     def ran(self) -> int:
         """The calls of the model that were planned or steered."""
-        return self._by.account.ran if isinstance(self._by, PlannedCalls) else self._counted
+        if isinstance(self._by, PlannedCalls):
+            return self._by.account.ran
+        return self._counted + (self._by.calls if isinstance(self._by, Checkpointed) else 0)
 
     def report(self) -> Report | EagerReport | None:
         """Return the report of `checkpoint` or `eager`; None of `compile`, which has plans, and before a training."""
@@ -130,6 +132,8 @@ class HeldModel:
             MemfitError: as the door.
         """
         why_not_compile = why_not_compile or (LEAVES_WHOLE if self._options.get("chunk_loss") else "")
+        if is_compiled(model) and not isinstance(own_call(model), PlannedCalls):
+            why_not_compile = why_not_compile or "the model is compiled already"
         self.require_allowed(why_not_compile)
         compiles = self._door == COMPILE or (self._door == AUTO and not why_not_compile)
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
@@ -153,7 +157,6 @@ class HeldModel:
             self._steer(model, why_not_compile)
 
     def _steer(self, model: torch.nn.Module, why: str) -> None:
-        self._count(model)
         self._by = hand_over(model, {"budget": self.budget, **self._options}, why, self._where)
 
     def _fall_back(self, why: str) -> Callable[..., Any]:

@@ -54,9 +54,11 @@ class MemfitCallback(Reporting, lightning.Callback):
         self._name = module
         self._ran = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
-        """Let the module's calls run planned."""
+    def _begin(self, trainer: Any, pl_module: Any) -> None:
+        """Let the module's calls run planned: `configure_model` has made it by now."""
         self._hold(trainer, pl_module, is_training=False)
+
+    on_fit_start = on_validation_start = on_test_start = on_predict_start = _begin
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the optimizers."""

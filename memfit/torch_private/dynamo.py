@@ -18,7 +18,7 @@ from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as 
 
 from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import boxed
-from memfit.torch_private.modules import hooks_on_all_modules
+from memfit.torch_private.modules import hooks_on_all_modules, own_call
 from memfit.torch_private.patching import Inside, replaced
 
 
@@ -225,9 +225,19 @@ def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], None]
         if sound not in context.enter_exit_hooks:  # of each call of what is compiled
             context.enter_exit_hooks.append(sound)
         with torch._dynamo.config.patch(wrap_top_frame=True):
-            return compiled(context, function)
+            made = compiled(context, function)
+        vars(made)[_SOUNDLY] = True
+        return made
 
     OptimizeContext.__call__ = compiled_soundly
+
+
+_SOUNDLY = "_is_compiled_soundly"
+
+
+def is_compiled_soundly(module: torch.nn.Module) -> bool:
+    """Return whether `torch.compile` or `module.compile()` made the calls of a module for memfit's backend."""
+    return _SOUNDLY in vars(module) or hasattr(own_call(module), _SOUNDLY)
 
 
 def _patch_torch_for_dynamo() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as torch_optimizer
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch._C._dynamo import eval_frame
+
+from memfit.torch_private.patching import replaced
 
 
 def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -172,30 +174,42 @@ def hooks_on_all_modules() -> list[Any]:
     return [hook for hooks in global_module_hooks() for hook in hooks.values()]
 
 
-def before_calls(
-    wants: Callable[[torch.nn.Module], bool], call: Callable[[torch.nn.Module, Any, Any], None]
-) -> list[RemovableHandle]:
-    """Let `call(module, args, kwargs)` run before each call of any module that `wants(module)` is true of.
+class CallsSeen:
+    """Shows each call of any module, before all hooks of it, and before what is compiled of it.
 
-    PyTorch's hooks on all modules get no arguments by name: the module to be caught is marked for this call as
-    having a hook that takes them.
+    PyTorch's compiler would trace a hook on all modules into whatever it compiles.
 
     Args:
-        wants: asked before each call of a module in the process.
-        call: runs before all hooks of the module itself.
-
-    Returns:
-        What takes both away.
+        look: called with the module of a call that begins, but not for what PyTorch's compiler traces; it returns what
+            is called at the end, or None.
     """
 
-    def choose(module: torch.nn.Module, _args: Any) -> None:
-        if wants(module):
-            module._forward_pre_hooks_with_kwargs[late.id] = True
+    def __init__(self, look: Callable[[torch.nn.Module], Callable[[], None] | None]) -> None:
+        from torch._dynamo.variables import nn_module  # takes seconds to import
 
-    def run(module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
-        if module._forward_pre_hooks_with_kwargs.pop(late.id, False):
-            call(module, args, kwargs)
+        called, self._is_removed = torch.nn.Module.__call__, False
 
-    early = register_module_forward_pre_hook(choose)
-    late = register_module_forward_pre_hook(cast("Any", run))
-    return [early, late]
+        def call(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if self._is_removed or torch.compiler.is_compiling():  # what torch.compile returned keeps this function
+                return called(module, *args, **kwargs)
+            returned = look(module)
+            if returned is None:
+                return called(module, *args, **kwargs)
+            try:
+                return called(module, *args, **kwargs)
+            finally:
+                returned()
+
+        skip, strategy = eval_frame._FrameAction.SKIP, eval_frame._FrameExecStrategy
+        # like the function of torch's in whose place it is, it is not compiled, but what it calls is
+        eval_frame.set_code_exec_strategy(call.__code__, strategy(skip, eval_frame._FrameAction.DEFAULT))
+        eval_frame.set_code_exec_strategy(cast("Any", look).__code__, strategy(skip, skip))
+        self._patches = ExitStack()
+        self._patches.enter_context(replaced(torch.nn.Module, "__call__", call))
+        # where a module has this one and no hooks, the compiler goes on at its `forward`
+        self._patches.enter_context(replaced(nn_module, "unpatched_nn_module_call", call))
+
+    def remove(self) -> None:
+        """Show no more calls."""
+        self._is_removed = True
+        self._patches.close()
