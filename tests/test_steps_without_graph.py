@@ -303,6 +303,18 @@ def test_the_budget_holds_in_each_step_with_eagers_bits(optimizer: Any) -> None:
     assert "predicted" in str(planned.explain()[0])
 
 
+def test_what_is_beside_the_step_is_said_once_where_both_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    step = looking()
+    budget = int(0.7 * measured_eager_peak(step, CPU))
+    planned = planned_within(step, budget)
+    beside = torch.zeros(budget // 4)
+    for _ in range(3):
+        planned(step.batch)
+    said = [text for record in caplog.records if "not the planned step's" in (text := record.getMessage())]
+    assert len(said) == 1, said
+    assert beside.sum() == 0
+
+
 def test_a_large_plain_tensor_that_the_step_writes_to_is_refused_by_name() -> None:
     class Hoards(Averages):
         def __init__(self) -> None:

@@ -31,6 +31,7 @@ from memfit.errors import (
 )
 from memfit.memory.contract import FIRM, Contract
 from memfit.memory.snapshot import generators_of, left_as_it_was
+from memfit.memory.uncounted import Beside
 from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
@@ -96,6 +97,7 @@ class CheckpointedStep(Step):
         self._loop.is_paused = True
         self._loop.expect_no_optimizer()
         self._generators = generators_of(step)
+        self._beside = None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer)
         self._most_state_bytes = 0
         began = time.perf_counter()
         try:
@@ -219,7 +221,10 @@ class CheckpointedStep(Step):
 
     def _run_steered(self, batch: Any) -> torch.Tensor:
         if self.device.type == "cpu":  # a GPU is shared with all that the process has on it
-            self._loop.other_bytes = max(0, self._loop.live_bytes() - resident_bytes(self, batch))
+            own_bytes = resident_bytes(self, batch)
+            self._loop.other_bytes = max(0, self._loop.live_bytes() - own_bytes)
+            if self._beside is not None and (latest := self._loop.history.latest):
+                self._beside.look(own_bytes, latest[-1].taken_bytes, self.budget_bytes)
         self._loop.bytes_to_come = max(0, self._most_state_bytes - self._state_bytes())
         self._loop.is_paused = False
         try:
