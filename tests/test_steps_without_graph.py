@@ -331,6 +331,26 @@ def test_a_large_plain_tensor_that_the_step_writes_to_is_refused_by_name() -> No
         planned_within(step, "100%")
 
 
+def test_a_module_that_the_step_makes_is_refused_and_the_model_left_as_it_was() -> None:
+    class MakesTeacher(Numpy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher: nn.Module | None = None
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            if self.teacher is None:
+                self.teacher = copy.deepcopy(self.first).requires_grad_(False)
+            return super().forward(values) + 0 * self.teacher(values).sum()
+
+    step = step_of(MakesTeacher)
+    tables = {each: dict(vars(each)) for each in step.model.modules()}
+    with pytest.raises(UnsupportedStepError, match=r"makes the module 'teacher.0'.*run one eager forward first"):
+        planned_within(step, "80%")
+    assert {each: vars(each) for each in step.model.modules()} == tables
+    step.model(step.batch[0])
+    planned_within(step, "90%")(step.batch)
+
+
 def test_an_iterator_that_cannot_be_set_back_is_refused_by_name() -> None:
     class Streaming(Counts):
         def __init__(self) -> None:

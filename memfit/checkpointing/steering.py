@@ -294,12 +294,12 @@ class Steered:
     """
 
     def __init__(self, steering: Steering, spot: Spot, forward: Callable[..., Any]) -> None:
-        self._steering, self._spot, self.forward = steering, spot, forward
+        self.steering, self._spot, self.forward = steering, spot, forward
         self._of_class = getattr(type(spot.module), "forward", None)
         self._is_of_class = self._of_class is not None and getattr(forward, "__func__", None) is self._of_class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steering.run(self._spot, self._current(), args, kwargs)
+        return self.steering.run(self._spot, self._current(), args, kwargs)
 
     def _current(self) -> Callable[..., Any]:
         """Return the module's forward pass: that of its class as it is now, if it had no other."""
@@ -329,12 +329,12 @@ class SteeredFunction:
     """
 
     def __init__(self, steering: Steering, spot: Spot) -> None:
-        self._steering, self._spot = steering, spot
+        self.steering, self._spot = steering, spot
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._spot.is_outside:
             return forward(*args, **kwargs)
-        return self._steering.run(self._spot, forward, args, kwargs)
+        return self.steering.run(self._spot, forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _stock_function()

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.model_tables import require_no_module_made
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import require_training_context
 from memfit.capture.training_step import states_of
@@ -142,6 +143,7 @@ class CheckpointedStep(Step):
             InfeasibleBudgetError: no plan holds.
         """
         self._loop.warnings.are_on, had_updates = False, self._updates_in_backward
+        modules = {*self.step.model.modules()}
         with left_as_it_was(self.step, self.generators):
             try:
                 for number in range(_SETTLING_STEPS):
@@ -167,6 +169,7 @@ class CheckpointedStep(Step):
                 ) from error
             finally:
                 self._loop.warnings.are_on = True
+            require_no_module_made(self.step.model, modules)
             self._most_state_bytes = self._state_bytes()
         if had_updates and not self._updates_in_backward:
             self._settle()

@@ -23,7 +23,7 @@ from memfit.dynamo.inputs import (
     device_of,
     refuse_changing_hooks,
     refuse_other_hooks,
-    refuse_ranks,
+    refuse_foreign,
 )
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
@@ -163,7 +163,7 @@ class PlannedGraph:
         key = (self._signatures.of(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
-            refuse_ranks(inputs)
+            refuse_foreign(inputs, self.module)
         if self.sharing is not None and torch.is_grad_enabled():
             levels = self._levels.setdefault(key, Levels(self))
             compiled = self.compiled[key] = self.sharing.part(levels, inputs)
