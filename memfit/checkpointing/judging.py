@@ -13,7 +13,7 @@ from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
 
-_IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
+IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
 
 
 class Judge:
@@ -126,7 +126,7 @@ class Judge:
                 self._plans.race(shape, seconds)
         elif isinstance(verdict, Refused):
             refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
-            error = own.refusal(refused, self._why_refused(shape), _IN_EAGER_MODE)
+            error = own.refusal(refused, self._why_refused(shape), IN_EAGER_MODE)
             if contract.is_firm and not shape.is_refused:
                 shape.is_refused = True
                 raise error

@@ -22,8 +22,8 @@ from memfit.dynamo.inputs import (
     Signatures,
     device_of,
     refuse_changing_hooks,
-    refuse_other_hooks,
     refuse_foreign,
+    refuse_other_hooks,
 )
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
