@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -14,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit.checkpointing.blocks import Named, Piece, is_layer, is_wrapper
 from memfit.checkpointing.passes import Spot
-from memfit.checkpointing.steering import Steered, SteeredFunction, Steering
+from memfit.checkpointing.steering import OfClass, Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.torch_private.modules import Structure, own_call, set_call, uncompiled
 
@@ -253,7 +251,7 @@ class _InPieces:
         return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(MethodType(cast("Any", type(self._whole)).forward, self._whole), memo)
+        return OfClass(memo[id(self._whole)])
 
     def __reduce__(self) -> Any:
         return getattr, (self._whole, "forward")

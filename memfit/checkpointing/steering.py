@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -314,10 +315,44 @@ class Steered:
         return (self._spot.block or self._spot).name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.forward, memo)
+        copied = memo.get(id(self._spot.module)) if self._is_of_class else None
+        return copy.deepcopy(self.forward, memo) if copied is None else OfClass(copied)
 
     def __reduce__(self) -> Any:
         return getattr, (self._spot.module, "forward")  # the class's: the module's own table is not there yet
+
+
+class OfClass:
+    """The `forward` of a copy's class, in the copy's own table, where its original has a stand-in.
+
+    A bound method there would be a reference of the copy to itself, so that its memory would stay until Python looks
+    for such references.
+
+    Args:
+        module: the copy, which is held weakly.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Any:
+        module: Any = self._module()
+        return type(module).forward
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(MethodType(self.__func__, self._module()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return OfClass(memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "forward")
 
 
 class SteeredFunction:
