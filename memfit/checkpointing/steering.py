@@ -251,7 +251,8 @@ def _named(name: str) -> Iterator[None]:
         return UnsupportedStepError(
             f"block {name!r} computes something else when it is recomputed for backward: it reads what its first "
             "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
-            f"backward, or name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}. In it: {error}"
+            f"backward, name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}, or train in eager "
+            f"mode (memfit.eager, memfit run --door eager). In it: {next(iter(str(error).splitlines()), '')}"
         )
 
     tell_mismatch(told)
