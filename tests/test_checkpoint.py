@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import json
 import logging
 import math
+import pickle
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -365,6 +368,30 @@ def test_sequences_of_single_layers_are_divided() -> None:
     assert "forward" not in vars(model)
     batch = _many(0)[0]
     assert torch.equal(model(batch), other(batch)) and list(model.state_dict()) == list(_flat().state_dict())
+
+
+@pytest.mark.parametrize("make", [mlps, _flat])
+def test_copies_of_a_steered_model_are_freed_at_once_and_are_called_as_the_bare_one(make: Any) -> None:
+    model = make()
+    inputs = torch.randn(16, next(model.parameters()).shape[1])
+    wanted, signature = model(inputs), inspect.signature(model.forward)
+    gc.collect()
+    gc.disable()
+    try:
+        with memfit.checkpoint(model, "1GiB"):
+            one = copy.deepcopy(model)
+            copies = [one, copy.deepcopy(one), pickle.loads(pickle.dumps(copy.deepcopy(one)))]
+            model(inputs).sum().backward()
+            with memfit.checkpoint(copies[1], "1GiB"):
+                copies[1](inputs).sum().backward()
+        for each in copies:
+            assert torch.equal(each(inputs), wanted)
+            assert inspect.signature(each.forward) == signature
+            assert torch.equal(torch.compile(each, backend="eager", fullgraph=True)(inputs), wanted)
+        reference = weakref.ref(copy.deepcopy(one))
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_the_pieces_of_a_vgg_are_its_blocks() -> None:

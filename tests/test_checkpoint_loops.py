@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import Mlp, Net, rows
+from checkpoint_models import Mlp, Net, rows, train
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
-from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.errors import BudgetNotHeldError, MemfitError, UnsupportedStepError
 from memfit.system.recorder import allocated_bytes, record
 
 Step = Callable[[int], Iterable[torch.Tensor]]
@@ -663,3 +663,33 @@ def test_blocks_may_differentiate(name: str) -> None:
         return Loop([model], step)
 
     require_same(make, share)
+
+
+class Aside(Mlp):
+    """What it saves is kept where PyTorch does not see it, so that a checkpoint around it recomputes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().numpy().copy(), torch.from_numpy):
+            return super().forward(x)
+
+
+def test_a_pass_that_recomputes_no_block_is_planned_from_and_judged() -> None:
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Net([Aside(64) for _ in range(4)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+
+    with record("cpu"):  # from here on all is counted
+        pass
+    gc.collect()
+    peak = max(train(make(), rows).peaks)
+    model = make()
+    gc.collect()
+    few = int(0.8 * peak)
+    with pytest.raises(BudgetNotHeldError, match="it keeps as little as can be"), memfit.checkpoint(model, few):
+        train(model, rows)
+    model = make()
+    gc.collect()
+    with memfit.checkpoint(model, int(1.05 * peak)) as handle:
+        got = train(model, rows)
+        assert handle.report().windows[-1].plan > 0
+    assert got.same_bits(train(make(), rows))

@@ -548,6 +548,30 @@ def test_a_number_that_cannot_be_a_tensor_is_held_by_checkpoint(caplog: pytest.L
 
 
 @pytest.mark.slow
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+
+    def forward(self, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden.values()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_that_a_model_makes_are_left_to_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    given = torch.randn(64, 16), torch.tensor([0, 10, 30, 64])
+    model = torch.compile(Jagged(), backend="memfit", options={"budget": "1GiB", "reserve": 0})
+    with pytest.raises(UnsupportedStepError, match="tensors of type NestedTensor, of which graphs are not planned"):
+        model(*given)
+    held = Jagged()
+    memfit.compile(held, budget="1GiB", optimizer=torch.optim.SGD(held.parameters()))
+    held(*given).sum().backward()
+    assert "held by memfit.checkpoint, since the model holds tensors of type NestedTensor" in caplog.text
+
+
 def test_models_whose_backward_never_comes_leave_records_to_others() -> None:
     accounts = [Account(1 << 30, torch.device("cpu")) for _ in range(18)]  # two more than may measure at once
     for account in accounts:

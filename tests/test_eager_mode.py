@@ -309,10 +309,42 @@ def test_what_pytorch_computes_otherwise_under_a_mode_is_refused() -> None:
     matrix = torch.randn(8, 8)
     with memfit.eager(mlp(), budget="1GiB"):
         with pytest.raises(UnsupportedStepError, match=r"test_eager_mode\.py:\d+: .*svdvals"):
-            torch.linalg.svdvals(matrix)
+            torch.linalg.svdvals(matrix).sum()
         if gradients_that_differ():
             with pytest.raises(UnsupportedStepError, match=r"test_eager_mode\.py:\d+: .*torch\.prod"):
                 matrix.clone().requires_grad_().prod(1)
+
+
+def test_decompositions_have_the_bare_loops_bits_where_their_vectors_are_read() -> None:
+    matrix = torch.randn(24, 24)
+
+    def decomposed() -> list[torch.Tensor]:
+        values, vectors = torch.linalg.eigh(matrix @ matrix.T)
+        left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
+        return [values.sqrt(), vectors @ vectors.T, left * singular, right]
+
+    bare = decomposed()
+    with memfit.eager(mlp(), budget="1GiB"):
+        assert all(map(torch.equal, decomposed(), bare))
+    with pytest.raises(UnsupportedStepError, match="eigvalsh"), memfit.eager(mlp(), budget="1GiB"):
+        torch.linalg.eigvalsh(matrix @ matrix.T).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses
+def test_a_refusal_inside_of_a_transformation_is_one_line() -> None:
+    model = mlp()
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    inputs = torch.randn(4096, next(model.parameters()).shape[1])
+
+    def called(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (inputs,)).square().mean()
+
+    gc.collect()
+    with (
+        memfit.eager(model, budget=bytes_of_tensors(CPU) + (1 << 18)),
+        pytest.raises(OverBudgetError, match="cannot be freed"),
+    ):
+        torch.func.jvp(called, (parameters,), (parameters,))
 
 
 def test_what_was_let_go_and_is_saved_again() -> None:

@@ -303,6 +303,18 @@ def test_the_budget_holds_in_each_step_with_eagers_bits(optimizer: Any) -> None:
     assert "predicted" in str(planned.explain()[0])
 
 
+def test_what_is_beside_the_step_is_said_once_where_both_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    step = looking()
+    budget = int(0.7 * measured_eager_peak(step, CPU))
+    planned = planned_within(step, budget)
+    beside = torch.zeros(budget // 4)
+    for _ in range(3):
+        planned(step.batch)
+    said = [text for record in caplog.records if "not the planned step's" in (text := record.getMessage())]
+    assert len(said) == 1, said
+    assert beside.sum() == 0
+
+
 def test_a_large_plain_tensor_that_the_step_writes_to_is_refused_by_name() -> None:
     class Hoards(Averages):
         def __init__(self) -> None:
@@ -317,6 +329,26 @@ def test_a_large_plain_tensor_that_the_step_writes_to_is_refused_by_name() -> No
     step = step_of(Hoards)
     with pytest.raises(UnsupportedStepError, match=r"writes to model\.history, neither a parameter nor a buffer"):
         planned_within(step, "100%")
+
+
+def test_a_module_that_the_step_makes_is_refused_and_the_model_left_as_it_was() -> None:
+    class MakesTeacher(Numpy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher: nn.Module | None = None
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            if self.teacher is None:
+                self.teacher = copy.deepcopy(self.first).requires_grad_(False)
+            return super().forward(values) + 0 * self.teacher(values).sum()
+
+    step = step_of(MakesTeacher)
+    tables = {each: dict(vars(each)) for each in step.model.modules()}
+    with pytest.raises(UnsupportedStepError, match=r"makes the module 'teacher.0'.*run one eager forward first"):
+        planned_within(step, "80%")
+    assert {each: vars(each) for each in step.model.modules()} == tables
+    step.model(step.batch[0])
+    planned_within(step, "90%")(step.batch)
 
 
 def test_an_iterator_that_cannot_be_set_back_is_refused_by_name() -> None:
@@ -349,7 +381,9 @@ def test_a_percentage_is_of_the_measured_eager_step() -> None:
 
 
 def test_the_least_budget_that_is_named_works() -> None:
-    with pytest.raises(InfeasibleBudgetError, match=r"needs at least .*raise the budget to \d+ bytes") as refused:
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"needs at least .*raise the budget to \d+ bytes.*memfit\.eager"
+    ) as refused:
         planned_within(looking(), 1)
     named = refused.value.least_budget_found_bytes
     assert named is not None

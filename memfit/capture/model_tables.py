@@ -9,7 +9,7 @@ found and reset by `memfit.capture.reads`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -161,15 +161,9 @@ def require_none_made(model: torch.nn.Module, known: Mapping[torch.nn.Module, se
         NoGraphError: a parameter or buffer; names it.
         UnsupportedStepError: a module, whose parameters no optimizer has; names it.
     """
+    require_no_module_made(model, known)
     for module_name, module in model.named_modules():
-        if module not in known and not any(map(any, module_tables(module))):
-            continue
-        if module not in known:
-            raise UnsupportedStepError(
-                f"the step makes the module {module_name!r}, which the model had not before, and whose parameters the "
-                "optimizer does not have: make it before memfit.fit, or run one eager forward first"
-            )
-        for table in module_tables(module):
+        for table in module_tables(module) if module in known else ():
             for name, tensor in table.items():
                 if tensor is not None and is_fake(tensor) and (id(table), name) not in known[module]:
                     path = f"{module_name}.{name}" if module_name else name
@@ -178,6 +172,24 @@ def require_none_made(model: torch.nn.Module, known: Mapping[torch.nn.Module, se
                         "a planned step runs no Python",
                         "register it before memfit.fit, at its largest size, or run one eager forward first",
                     )
+
+
+def require_no_module_made(model: torch.nn.Module, known: Collection[torch.nn.Module]) -> None:
+    """Refuse a step that gives the model a module with parameters or buffers that it had not.
+
+    Args:
+        model: with what the step has put into it.
+        known: its modules before the step.
+
+    Raises:
+        UnsupportedStepError: names the module, whose parameters no optimizer has.
+    """
+    for name, module in model.named_modules():
+        if module not in known and any(map(any, module_tables(module))):
+            raise UnsupportedStepError(
+                f"the step makes the module {name!r}, which the model had not before, and whose parameters the "
+                "optimizer does not have: make it before memfit.fit, or run one eager forward first"
+            )
 
 
 def _replaced(entries: list[Entry], fakes: Mapping[torch.Tensor, torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:

@@ -89,6 +89,11 @@ class UnderModes:
                 )
 
 
+def vectors_in(func: Any, returned: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the vectors among the results of a decomposition."""
+    return [returned[place] for place in _DECOMPOSITIONS[func._overloadpacket]]
+
+
 def is_looked_at(func: Any) -> bool:
     """Return whether a call has to be looked at."""
     return func._overloadpacket in _TRIED or func._overloadpacket in _DECOMPOSITIONS

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -14,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memfit.checkpointing.blocks import Named, Piece, is_layer, is_wrapper
 from memfit.checkpointing.passes import Spot
-from memfit.checkpointing.steering import Steered, SteeredFunction, Steering
+from memfit.checkpointing.steering import OfClass, Steered, SteeredFunction, Steering
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.torch_private.modules import Structure, own_call, set_call, uncompiled
 
@@ -71,7 +69,7 @@ class Installed:
                 (whole,) = vars(block)["whole"]
                 wholes.setdefault(id(whole), (whole, []))[1].append(block)
         for whole, pieces in wholes.values():
-            self._set(whole, "forward", _InPieces(whole, pieces))
+            self._set(whole, "forward", _InPieces(steering, whole, pieces))
         own = {id(spot.module): SteeredFunction(steering, spot) for spot in self._spots if is_layer(spot.module)}
         self._model, self._structure = model, Structure(model)
         self._functions = [
@@ -128,12 +126,13 @@ class Installed:
     def _put_back(self, table: dict[str, Any], name: str) -> None:
         """Put back what was in a table, unless the user has put something else there since."""
         table, before, own = self._before.pop((id(table), name), (table, _ABSENT, _ABSENT))
-        if table.get(name, _ABSENT) is not own:
-            return
-        if before is _ABSENT:
-            table.pop(name, None)
-        else:
-            table[name] = before
+        present = table.get(name, _ABSENT)
+        if present is own or self._is_earlier(present):
+            _set_or_drop(table, name, before)
+
+    def _is_earlier(self, value: Any) -> bool:
+        """Return whether a value is a stand-in of the same loop's, which a state that is put back may hold."""
+        return isinstance(value, (Steered, SteeredFunction, _InPieces)) and value.steering is self._steering
 
     def show_inside(self, names: Iterable[str] | None) -> None:
         """Let calls of these modules inside of blocks be steered, and those of no others.
@@ -155,11 +154,21 @@ class Installed:
     def remove(self) -> None:
         """Put everything back as it was."""
         self.show_inside(())
+        for table, _, own in self._inside.values():
+            if self._is_earlier(table.get("forward")):
+                _set_or_drop(table, "forward", own)
         for module, compiled in self._outside:
             set_call(module, compiled)
         self._outside.clear()
         for (_, name), (table, _, _) in tuple(self._before.items()):
             self._put_back(table, name)
+
+
+def _set_or_drop(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def refuse_others(model: torch.nn.Module) -> None:
@@ -222,12 +231,13 @@ class _InPieces:
     A call that has begun may have taken it up before it was replaced. A copy of the sequence has its own `forward`.
 
     Args:
+        steering: of the model.
         whole: the sequence.
         pieces: of it.
     """
 
-    def __init__(self, whole: torch.nn.Module, pieces: Sequence[Piece]) -> None:
-        self._whole, self._pieces = whole, pieces
+    def __init__(self, steering: Steering, whole: torch.nn.Module, pieces: Sequence[Piece]) -> None:
+        self.steering, self._whole, self._pieces = steering, whole, pieces
         self._members = [member for piece in pieces for member in piece]
 
     def __call__(self, value: Any) -> Any:
@@ -241,7 +251,7 @@ class _InPieces:
         return value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(MethodType(cast("Any", type(self._whole)).forward, self._whole), memo)
+        return OfClass(memo[id(self._whole)])
 
     def __reduce__(self) -> Any:
         return getattr, (self._whole, "forward")

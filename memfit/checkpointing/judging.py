@@ -13,7 +13,7 @@ from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
 
-_IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
+IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
 
@@ -127,7 +127,7 @@ class Judge:
                 self._plans.race(shape, seconds)
         elif isinstance(verdict, Refused):
             refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
-            instead = f"{_UNCOMPILED if self._compiled else ''}{_IN_EAGER_MODE}"
+            instead = f"{_UNCOMPILED if self._compiled else ''}{IN_EAGER_MODE}"
             error = own.refusal(refused, self._why_refused(shape), instead)
             if contract.is_firm and not shape.is_refused:
                 shape.is_refused = True

@@ -150,12 +150,13 @@ class LeanRecorder:
         self._cut(number)
 
     def end_of_backward(self) -> None:
-        """Note that the backward pass is over."""
+        """Note that the backward pass is over, which recomputes no block where hooks inside keep what it saves."""
+        self._has_backward = True
         self._cut(None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the pass can be planned from: forward has returned, and backward has come to a block."""
+        """Whether the pass can be planned from: forward has returned, and backward has come to a block, or is over."""
         return self.has_returned and (self._has_backward or not self.lean.calls)
 
     def before_update(self) -> None:

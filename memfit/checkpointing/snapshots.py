@@ -366,8 +366,13 @@ def _is_librarys(value: Any) -> bool:
 
 
 def _is_one_memory(now: Any, value: Any) -> bool:
-    """Return whether two tensors are the same elements, as FSDP makes views of its flat parameter for each pass."""
+    """Return whether two tensors are the same elements, as FSDP makes views of its flat parameter for each pass.
+
+    Others are told apart: a result that is kept has its memory in both forward passes, and a graph of each.
+    """
     if not (isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    if now._base is None or not is_exchanged(now._base):
         return False
     is_alike = now.requires_grad == value.requires_grad and now.shape == value.shape
     if not (is_alike and is_plain_dense(now) and is_plain_dense(value)):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -256,7 +257,8 @@ def _named(name: str) -> Iterator[None]:
         return UnsupportedStepError(
             f"block {name!r} computes something else when it is recomputed for backward: it reads what its first "
             "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
-            f"backward, or name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}. In it: {error}"
+            f"backward, name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}, or train in eager "
+            f"mode (memfit.eager, memfit run --door eager). In it: {next(iter(str(error).splitlines()), '')}"
         )
 
     tell_mismatch(told)
@@ -300,12 +302,12 @@ class Steered:
     """
 
     def __init__(self, steering: Steering, spot: Spot, forward: Callable[..., Any]) -> None:
-        self._steering, self._spot, self.forward = steering, spot, forward
+        self.steering, self._spot, self.forward = steering, spot, forward
         self._of_class = getattr(type(spot.module), "forward", None)
         self._is_of_class = self._of_class is not None and getattr(forward, "__func__", None) is self._of_class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._steering.run(self._spot, self._current(), args, kwargs)
+        return self.steering.run(self._spot, self._current(), args, kwargs)
 
     def _current(self) -> Callable[..., Any]:
         """Return the module's forward pass: that of its class as it is now, if it had no other."""
@@ -320,10 +322,44 @@ class Steered:
         return (self._spot.block or self._spot).name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.forward, memo)
+        copied = memo.get(id(self._spot.module)) if self._is_of_class else None
+        return copy.deepcopy(self.forward, memo) if copied is None else OfClass(copied)
 
     def __reduce__(self) -> Any:
         return getattr, (self._spot.module, "forward")  # the class's: the module's own table is not there yet
+
+
+class OfClass:
+    """The `forward` of a copy's class, in the copy's own table, where its original has a stand-in.
+
+    A bound method there would be a reference of the copy to itself, so that its memory would stay until Python looks
+    for such references.
+
+    Args:
+        module: the copy, which is held weakly.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module()
+        return type(module).forward(module, *args, **kwargs)
+
+    @property
+    def __func__(self) -> Any:
+        module: Any = self._module()
+        return type(module).forward
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(MethodType(self.__func__, self._module()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return OfClass(memo[id(self._module())])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "forward")
 
 
 class SteeredFunction:
@@ -335,12 +371,12 @@ class SteeredFunction:
     """
 
     def __init__(self, steering: Steering, spot: Spot) -> None:
-        self._steering, self._spot = steering, spot
+        self.steering, self._spot = steering, spot
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._spot.is_outside:
             return forward(*args, **kwargs)
-        return self._steering.run(self._spot, forward, args, kwargs)
+        return self.steering.run(self._spot, forward, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _stock_function()

@@ -12,12 +12,14 @@ from typing import Any, NoReturn
 import torch
 
 from memfit.capture import TrainingStep
+from memfit.capture.model_tables import require_no_module_made
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import require_training_context
 from memfit.capture.training_step import states_of
 from memfit.checkpointing.blocks import NO_BLOCKS, find_all
 from memfit.checkpointing.explaining import Explanation
 from memfit.checkpointing.handle import Checkpointed
+from memfit.checkpointing.judging import IN_EAGER_MODE
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.snapshots import is_awaited
@@ -31,6 +33,7 @@ from memfit.errors import (
 )
 from memfit.memory.contract import FIRM, Contract
 from memfit.memory.snapshot import generators_of, left_as_it_was
+from memfit.memory.uncounted import Beside
 from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
@@ -96,6 +99,7 @@ class CheckpointedStep(Step):
         self._loop.is_paused = True
         self._loop.expect_no_optimizer()
         self._generators = generators_of(step)
+        self._beside = None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer)
         self._most_state_bytes = 0
         began = time.perf_counter()
         try:
@@ -140,6 +144,7 @@ class CheckpointedStep(Step):
             InfeasibleBudgetError: no plan holds.
         """
         self._loop.warnings.are_on, had_updates = False, self._updates_in_backward
+        modules = {*self.step.model.modules()}
         with left_as_it_was(self.step, self.generators):
             try:
                 for number in range(_SETTLING_STEPS):
@@ -154,17 +159,18 @@ class CheckpointedStep(Step):
                 self._updates_in_backward = False  # a block is recomputed for each of two backward passes
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
-                without = "" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
+                otherwise = f", or {IN_EAGER_MODE}" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
                 raise InfeasibleBudgetError(
                     f"{self.why}: it is no graph, and runs under memfit.checkpoint, which needs at least "
                     f"{format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
                     f"{format_bytes(self.budget_bytes)}: raise the budget to {least_bytes} bytes, or make the batch "
-                    f"smaller{without}",
+                    f"smaller{otherwise}",
                     least_budget_found_bytes=least_bytes,
                     least_budget_bound_bytes=0,
                 ) from error
             finally:
                 self._loop.warnings.are_on = True
+            require_no_module_made(self.step.model, modules)
             self._most_state_bytes = self._state_bytes()
         if had_updates and not self._updates_in_backward:
             self._settle()
@@ -219,7 +225,10 @@ class CheckpointedStep(Step):
 
     def _run_steered(self, batch: Any) -> torch.Tensor:
         if self.device.type == "cpu":  # a GPU is shared with all that the process has on it
-            self._loop.other_bytes = max(0, self._loop.live_bytes() - resident_bytes(self, batch))
+            own_bytes = resident_bytes(self, batch)
+            self._loop.other_bytes = max(0, self._loop.live_bytes() - own_bytes)
+            if self._beside is not None and (latest := self._loop.history.latest):
+                self._beside.look(own_bytes, latest[-1].taken_bytes, self.budget_bytes)
         self._loop.bytes_to_come = max(0, self._most_state_bytes - self._state_bytes())
         self._loop.is_paused = False
         try:

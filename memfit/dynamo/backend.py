@@ -22,8 +22,8 @@ from memfit.dynamo.inputs import (
     Signatures,
     device_of,
     refuse_changing_hooks,
+    refuse_foreign,
     refuse_other_hooks,
-    refuse_ranks,
 )
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
@@ -92,6 +92,10 @@ def _read(options: dict[str, Any], mode: str | None) -> GraphSettings:
     return read_options(options)
 
 
+def _parameters_in(inputs: Sequence[Any]) -> set[int | None]:
+    return {id(each) for each in inputs if isinstance(each, torch.nn.Parameter)}
+
+
 class PlannedGraph:
     """One graph of Dynamo's, with a compiled pair of halves for each tuple of concrete sizes.
 
@@ -103,15 +107,15 @@ class PlannedGraph:
 
     Attributes:
         called: of the class: whether any graph was called since something was last compiled with the backend.
-        trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded. None if
-            all models are checked that were compiled with the backend.
+        trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded; None for
+            what was computed of some. None if all models are checked that were compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
         sharing: of the budget with other parts of a model; None if it is planned by itself.
         compiled: by what it depends on of its inputs.
     """
 
     called: ClassVar[bool] = False
-    trained: ClassVar[set[int] | None] = None
+    trained: ClassVar[set[int | None] | None] = None
 
     def __init__(
         self, module: torch.fx.GraphModule, read: Callable[[], GraphSettings], account: Account | None = None
@@ -134,7 +138,7 @@ class PlannedGraph:
     def __call__(self, *inputs: Any) -> Any:
         PlannedGraph.called = True
         if PlannedGraph.trained is not None and torch.is_grad_enabled():
-            PlannedGraph.trained |= {id(each) for each in inputs if isinstance(each, torch.nn.Parameter)}
+            PlannedGraph.trained |= _parameters_in(inputs) or {None}
         refuse_other_hooks(self._hooks)
         refuse_changing_hooks()
         device = device_of(inputs)
@@ -163,7 +167,7 @@ class PlannedGraph:
         key = (self._signatures.of(inputs), torch.is_grad_enabled())
         compiled = self.compiled.get(key)
         if compiled is None:
-            refuse_ranks(inputs)
+            refuse_foreign(inputs, self.module)
         if self.sharing is not None and torch.is_grad_enabled():
             levels = self._levels.setdefault(key, Levels(self))
             compiled = self.compiled[key] = self.sharing.part(levels, inputs)

@@ -20,7 +20,7 @@ from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph, changing_hooks
 from memfit.torch_private.guarding import TensorMetadata
 from memfit.torch_private.modules import hooks_on_all_modules
-from memfit.torch_private.tensors import is_plain_dense, tensors_in
+from memfit.torch_private.tensors import is_fake, is_plain_dense, tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -199,13 +199,19 @@ def _is_plain(kind: type) -> bool:
     return kind in _PLAIN or own == (torch.nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
 
 
-def refuse_ranks(inputs: Sequence[Any]) -> None:
-    """Refuse tensors that a library has spread over ranks, as tensor parallelism does.
+def refuse_foreign(inputs: Sequence[Any], module: torch.fx.GraphModule) -> None:
+    """Refuse tensors that have no memory of one known size: spread over ranks by a library, or nested.
+
+    Args:
+        inputs: of a call.
+        module: captured by Dynamo, with fakes of what it computes.
 
     Raises:
-        NotOneGraphError: there is one.
+        NotOneGraphError: the graph is given one, or makes one.
     """
-    foreign = {type(each).__name__ for each in tensors_in(inputs) if not _is_plain(type(each))}
+    made = tensors_in([node.meta.get("example_value") for node in module.graph.nodes])
+    found = [*tensors_in(inputs), *(each for each in made if not is_fake(each))]
+    foreign = {type(each).__name__ for each in found if not _is_plain(type(each))}
     if foreign:
         raise NotOneGraphError(
             f"the model holds tensors of type {min(foreign)}, of which graphs are not planned: {BY_CHECKPOINT}, under "

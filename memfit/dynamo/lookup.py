@@ -66,7 +66,7 @@ def _is_planned(model: torch.nn.Module | None, updated: dict[int, torch.nn.Param
     if not parameters or any(map(is_of_fsdp, parameters)):  # graphs are called with others in their place
         is_reached = PlannedGraph.called
     else:
-        is_reached = not (PlannedGraph.trained or set()).isdisjoint(map(id, parameters))
+        is_reached = not (PlannedGraph.trained or set()).isdisjoint([None, *map(id, parameters)])
         if not is_reached and not any(_changes(updated[id(each)]) for each in parameters if id(each) in updated):
             return False
     if not is_reached:

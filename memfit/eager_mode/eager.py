@@ -23,6 +23,7 @@ from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
 from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.memory.footprint import footprint
 from memfit.memory.hard_cap import tell_of_card
 from memfit.memory.host.room import Host
 from memfit.memory.uncounted import Uncounted
@@ -142,7 +143,7 @@ class Eager(Uncopied):
         self._record()
         needs = Needs(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
-        model_bytes = partial(_model_bytes, self._model)
+        model_bytes = partial(_model_bytes, self._model, self.device)
         gathering = modules_that_gather(self._model)
         may_be_off = self.device.type == "cpu" and not gathering  # whose hooks write to parameters in backward
         self._mode = BudgetMode(
@@ -315,11 +316,10 @@ def bytes_of_tensors(device: torch.device) -> int:
     return Uncounted(device).live_bytes() + allocated_bytes(device)
 
 
-def _model_bytes(model: torch.nn.Module) -> int:
+def _model_bytes(model: torch.nn.Module, device: torch.device) -> int:
     """Return the bytes of parameters, buffers and gradients, those without a storage of their own left out."""
     given = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tensors = [tensor for tensor in given if not is_lazy(tensor) and tensor.layout is torch.strided]
-    return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    return sum(footprint([tensor for tensor in given if not is_lazy(tensor)], device).values())
 
 
 def _live(device: torch.device, offset_bytes: int) -> int:

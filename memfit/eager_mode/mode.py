@@ -19,7 +19,7 @@ from memfit.eager_mode.again import generator_states
 from memfit.eager_mode.aside import Aside, raise_refusal
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Need, Needs
-from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, require_as_bare
+from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, Unread
 from memfit.eager_mode.passes import Way
 from memfit.eager_mode.sources import Call, Sources
 from memfit.errors import UnsupportedStepError
@@ -89,6 +89,7 @@ class BudgetMode(UnwrappedMode):
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._outer_hooks: Any = None
         self._is_noting = True  # and the hooks are on
+        self._unread = Unread()
         self._quiet_passes = 0
         self._watch_bytes = self._calm_bytes()
         self._thread: threading.Thread | None = None  # that is in the block
@@ -128,6 +129,8 @@ class BudgetMode(UnwrappedMode):
         super().__exit__(*raised)
         self.contents.close()
         del self._hooks  # which refer to this object
+        if not any(raised):
+            self._unread.require_read()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         contents = self.contents
@@ -140,7 +143,12 @@ class BudgetMode(UnwrappedMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         outer, contents.running = contents.running, None
         try:
-            return self._called(operator, args, kwargs)
+            self._unread.require_read()
+            is_expected = operator.is_looked_at and self._unread.expect(func, args)
+            returned = self._called(operator, args, kwargs)
+            if is_expected:
+                self._unread.note(func, returned)
+            return returned
         except torch.OutOfMemoryError:
             raise_refusal(contents)
             raise
@@ -157,8 +165,6 @@ class BudgetMode(UnwrappedMode):
             returned = self._run(func, args, kwargs)
             contents.upper_bytes = contents.live_bytes()  # with what was taken where the mode does not look
             return returned
-        if operator.is_looked_at:
-            require_as_bare(func, args)
         contents.calls += 1
         is_forward = not in_backward()
         if not is_forward:
@@ -357,12 +363,8 @@ class BudgetMode(UnwrappedMode):
     def _look(self, need_bytes: int, what: Any) -> None:
         """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.
 
-        Args:
-            need_bytes: that the call takes.
-            what: is called.
-
         Raises:
-            OverBudgetError: there is no room for it.
+            OverBudgetError: there is no room for what the call needs.
         """
         contents = self.contents
         contents.upper_bytes = contents.live_bytes()

@@ -12,11 +12,11 @@ from memfit.capture.batch_norms import BATCH_NORMS
 from memfit.capture.functionalize import is_cast_inside
 from memfit.capture.lines import calling_line
 from memfit.capture.traced import mutated_tensors
-from memfit.capture.under_modes import UnderModes, is_looked_at
+from memfit.capture.under_modes import UnderModes, is_looked_at, vectors_in
 from memfit.eager_mode.needs import Need, key_of
 from memfit.eager_mode.sources import tensors_given
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.tensors import SHORTENS, is_zero_tensor
+from memfit.torch_private.tensors import SHORTENS, StorageWeakRef, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
 """Kinds of operators: those that move no data; that write to their arguments; whose results have sizes that depend on
@@ -134,19 +134,43 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return is_plain and not is_zero_tensor(tensor)
 
 
-def require_as_bare(func: Any, args: Any) -> None:
-    """Refuse a call that PyTorch makes otherwise under a dispatch mode than in the bare loop.
+class Unread:
+    """Decompositions without gradient whose vectors nobody may read: the bare loop would not compute them.
 
-    Raises:
-        UnsupportedStepError: names the line.
+    It would then compute other singular values and eigenvalues. Who reads the vectors holds them after the call.
     """
-    found = UnderModes()
-    found.look_at(func, args, 0, calling_line())
-    if found.decomposed:
-        raise UnsupportedStepError(
-            f"{calling_line()}: PyTorch computes singular values and eigenvalues of a tensor without gradient "
-            "differently in eager mode (svdvals, eigvalsh, cond, matrix norms): compute them outside of the block"
-        )
+
+    def __init__(self) -> None:
+        self._line = ""
+        self._vectors: list[StorageWeakRef] = []
+
+    def expect(self, func: Any, args: Any) -> bool:
+        """Look at a call before it is made, and return whether `note` is to be given what it returns.
+
+        Raises:
+            UnsupportedStepError: its gradient is computed in another way than in the bare loop; names the line.
+        """
+        found, self._line = UnderModes(), calling_line()
+        found.look_at(func, args, 0, self._line)
+        return bool(found.decomposed)
+
+    def note(self, func: Any, returned: Any) -> None:
+        """Remember the vectors that a call has returned."""
+        self._vectors = [StorageWeakRef(each.untyped_storage()) for each in vectors_in(func, returned)]
+
+    def require_read(self) -> None:
+        """Refuse the last decomposition if its vectors are gone.
+
+        Raises:
+            UnsupportedStepError: names the line.
+        """
+        vectors, self._vectors = self._vectors, []
+        if vectors and all(each.expired() for each in vectors):
+            raise UnsupportedStepError(
+                f"{self._line}: PyTorch computes singular values and eigenvalues of a tensor without gradient, of "
+                "which nobody reads the vectors, differently in eager mode (svdvals, eigvalsh, cond, matrix norms): "
+                "compute them outside of the block, or keep what torch.linalg.eigh or svd returns beside them"
+            )
 
 
 def _kind(func: Any) -> int:

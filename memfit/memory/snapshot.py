@@ -20,7 +20,7 @@ from memfit.capture.training_step import parameters_of
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_bits, same_value
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
-from memfit.torch_private.modules import module_tables
+from memfit.torch_private.modules import module_tables, submodules_table
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
@@ -124,7 +124,7 @@ class StepState:
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
             groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
-            tables=tuple((table, dict(table)) for module in step.model.modules() for table in module_tables(module)),
+            tables=tuple((table, dict(table)) for module in step.model.modules() for table in _tables(module)),
         )
 
     def put_back(self, step: TrainingStep) -> None:
@@ -339,6 +339,10 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on a device; of what is there already a clone, which every kind of tensor has."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device == device else tensor.to(device)
+
+
+def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    return *module_tables(module), submodules_table(module)
 
 
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:
