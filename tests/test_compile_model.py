@@ -449,6 +449,13 @@ def test_a_model_whose_methods_train_is_refused_where_graphs_of_others_run() -> 
     assert all(map(torch.equal, before, (each for block in blocks for each in block.parameters())))
 
 
+def test_weights_that_are_computed_of_parameters_reach_a_graph() -> None:
+    (block, *_), optimizer = _blocks_and_optimizer()
+    computed = {name: each * 0.5 for name, each in block.named_parameters()}
+    torch.func.functional_call(block, computed, (torch.randn(3, 4),)).sum().backward()
+    optimizer.step()
+
+
 class Scaling(nn.Linear):
     def scaled(self, given: torch.Tensor) -> torch.Tensor:
         return given * 2

@@ -66,12 +66,11 @@ def doctor(as_json: options.Json = False) -> int:
 
 
 def _version(package: str) -> str | None:
-    if package in sys.modules:  # torch's own names its build, too: 2.15.0+cu132
-        return str(getattr(sys.modules[package], "__version__", None) or importlib.metadata.version(package))
     try:
-        return importlib.metadata.version(package)
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+    return str(getattr(sys.modules.get(package), "__version__", version))  # torch's own names its build: 2.15.0+cu132
 
 
 def _devices() -> list[dict[str, Any]]:
