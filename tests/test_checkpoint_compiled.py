@@ -155,6 +155,24 @@ def test_a_host_budget_of_a_model_that_is_compiled_as_a_whole_is_refused() -> No
     assert model._compiled_call_impl is before
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_backend_without_aot_draws_the_same_numbers_when_a_block_is_recomputed(
+    is_wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compiled(model: Net) -> Any:
+        if is_wrapped:
+            return torch.compile(model, backend="eager")
+        model.compile(backend="eager")
+        return model
+
+    torch.manual_seed(3)
+    bare, peak_bytes, _ = train_compiled("with dropout", compiled, None)
+    with caplog.at_level(logging.WARNING):
+        got, above_bytes, _ = train_compiled("with dropout", compiled, int(0.8 * peak_bytes))
+    assert got.same_bits(bare) and above_bytes <= int(0.8 * peak_bytes)
+    assert caplog.text.count("does not use AOTAutograd") == 1
+
+
 def test_a_loop_that_does_not_call_the_model_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     model = mlps(2)
     with caplog.at_level(logging.WARNING), memfit.checkpoint(model, "1GiB"):

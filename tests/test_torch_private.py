@@ -107,6 +107,7 @@ from memfit.torch_private.dynamo import (
     greedy_knapsack,
     ilp_knapsack,
     is_between_breaks,
+    is_compiled_by_aot,
     is_compiled_soundly,
     is_compilers,
     times_compiled,
@@ -655,6 +656,19 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
 
 
 _BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_by_aot"), [("inductor", True), ("aot_eager", True), ("eager", False), ("eager_noexcept", False)]
+)
+def test_backends_that_use_aotautograd_are_told(backend: str, is_by_aot: bool) -> None:
+    inside = torch.nn.Linear(2, 2)
+    inside.compile(backend=backend)
+    assert is_compiled_by_aot(inside) is is_compiled_by_aot(torch.compile(inside, backend=backend)) is is_by_aot
+    of_its_own = torch._dynamo.backends.common.aot_autograd(fw_compiler=lambda module, _: module)
+    assert is_compiled_by_aot(torch.compile(inside, backend=of_its_own))
+    assert not is_compiled_by_aot(torch.compile(inside, backend=lambda module, _: module))
+    assert not is_compiled_by_aot(torch.nn.Linear(2, 2))
 
 
 def test_the_end_of_a_backward_pass_is_seen() -> None:

@@ -10,8 +10,14 @@ import torch
 from memfit.checkpointing.blocks import Named
 from memfit.dynamo.model import PlannedCalls
 from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.torch_private.dynamo import is_compiled_by_aot
 from memfit.torch_private.modules import eager_call, own_call, set_call, uncompiled
 
+_NO_AOT = (
+    "the model is compiled as a whole by a backend that does not use AOTAutograd: PyTorch's checkpoints would draw "
+    "other random numbers there where a block is recomputed, so that the model runs as it was written; compile its "
+    "blocks by themselves, or use aot_eager or inductor"
+)
 _MOST_COMPILATIONS = 3  # of one model: the first, and two that correct the plan
 
 
@@ -59,6 +65,7 @@ class CompiledCalls:
 
     Attributes:
         compilations: of the model so far.
+        why_not: they must not run compiled; empty if they may.
         is_new: whether the next window compiles, which takes memory of the compiler's own.
 
     Raises:
@@ -68,7 +75,7 @@ class CompiledCalls:
     def __init__(self, model: torch.nn.Module, blocks: Sequence[Named]) -> None:
         inside = {id(module) for _, block in blocks for module in block.modules()}
         self._model, self._calls = uncompiled(model), list[_CompiledCall]()
-        self.compilations, self.is_new = 0, False
+        self.compilations, self.is_new, self.why_not = 0, False, ""
         for name, module in model.named_modules():
             is_compiled = own_call(module) is not None or uncompiled(module) is not module
             if not is_compiled or id(module) in inside or not any(id(inner) in inside for inner in module.modules()):
@@ -80,6 +87,7 @@ class CompiledCalls:
                 else:
                     why = "memfit.checkpoint runs {} already; call close() of that handle first"
                 raise UnsupportedStepError(why.format(f"the calls of {name or 'the model'}"))
+            self.why_not = self.why_not if is_compiled_by_aot(module) else _NO_AOT
             self._calls.append(_CompiledCall(module))
 
     def __bool__(self) -> bool:
@@ -127,7 +135,7 @@ class CompiledCalls:
     def freeze(self) -> None:
         """Run compiled, with nothing around."""
         for call in self._calls:
-            call.is_on, call.around = True, None
+            call.is_on, call.around = not self.why_not, None
 
     def remove(self) -> None:
         """Put the compiled calls back."""

@@ -320,6 +320,9 @@ class Loop:
         """Let the calls of a model that is compiled as a whole run compiled, once a plan has held for some windows."""
         if not self._compiled or self._compiled.compilations or not self.plans.has_settled(shape):
             return
+        if self._compiled.why_not:
+            self.warnings.warn(self._compiled.why_not, "compiled", most=1)
+            return
         self._remove(self._model_hooks)
         self.steering.is_frozen = True
         if not self._compiled.switch_on(self.begin, self.returned):

@@ -240,6 +240,27 @@ def is_compiled_soundly(module: torch.nn.Module) -> bool:
     return _SOUNDLY in vars(module) or hasattr(own_call(module), _SOUNDLY)
 
 
+def is_compiled_by_aot(module: torch.nn.Module) -> bool:
+    """Return whether a backend that is known to use AOTAutograd compiles a module's calls.
+
+    Under others, such as `"eager"`, a checkpoint inside of compiled code keeps no random state for its second forward
+    pass.
+
+    Args:
+        module: that `torch.compile` returned, or whose `compile()` was called.
+    """
+    from torch._dynamo.backends.common import AotAutograd  # takes seconds to import
+    from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
+
+    cells = getattr(own_call(module), "__closure__", None) or ()
+    contexts = [getattr(module, "dynamo_ctx", None), *(cell.cell_contents for cell in cells)]
+    (context,) = [each for each in contexts if isinstance(each, OptimizeContext)] or [None]
+    given = None if context is None else innermost_backend(context.callback)
+    compiler = getattr(given, "compiler_fn", given)
+    name = getattr(given, "compiler_name", getattr(compiler, "__name__", ""))
+    return isinstance(compiler, AotAutograd) or name == "inductor" or name.startswith("aot_eager")
+
+
 def _patch_torch_for_dynamo() -> None:
     """Let Dynamo patch torch, as it does once in a process, but leave `torch.distributions` to check its arguments."""
     from torch._dynamo.eval_frame import TorchPatcher
