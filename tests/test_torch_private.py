@@ -658,6 +658,7 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
 _BY_TAGS = "use_recursive_dict_tags_for_guards"  # then functions of modules are taken to stay as they are
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where Inductor is imported
 @pytest.mark.parametrize(
     ("backend", "is_by_aot"), [("inductor", True), ("aot_eager", True), ("eager", False), ("eager_noexcept", False)]
 )
