@@ -456,6 +456,15 @@ def test_weights_that_are_computed_of_parameters_reach_a_graph() -> None:
     optimizer.step()
 
 
+def test_updates_without_a_graph_between_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    (block, *_), optimizer = _blocks_and_optimizer()
+    for call in [block, block, block.forward, block.forward]:
+        call(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        assert ("no graph was called since its last update" in caplog.text) == (call is not block)
+    assert caplog.text.count("no graph was called") == 1
+
+
 class Scaling(nn.Linear):
     def scaled(self, given: torch.Tensor) -> torch.Tensor:
         return given * 2

@@ -106,7 +106,7 @@ class PlannedGraph:
             beside it saves for backward.
 
     Attributes:
-        called: of the class: whether any graph was called since something was last compiled with the backend.
+        calls: of the class: of all graphs so far.
         trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded; None for
             what was computed of some. None if all models are checked that were compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
@@ -114,7 +114,7 @@ class PlannedGraph:
         compiled: by what it depends on of its inputs.
     """
 
-    called: ClassVar[bool] = False
+    calls: ClassVar[int] = 0
     trained: ClassVar[set[int | None] | None] = None
 
     def __init__(
@@ -136,7 +136,7 @@ class PlannedGraph:
         self._hooks, self._signatures = hooks_on_all_modules(), Signatures()
 
     def __call__(self, *inputs: Any) -> Any:
-        PlannedGraph.called = True
+        PlannedGraph.calls += 1
         if PlannedGraph.trained is not None and torch.is_grad_enabled():
             PlannedGraph.trained |= _parameters_in(inputs) or {None}
         refuse_other_hooks(self._hooks)

@@ -10,6 +10,7 @@ could see the same earlier, but the compiler would trace it into every graph of 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from typing import Any
 
@@ -25,15 +26,26 @@ from memfit.torch_private.sharding import is_of_fsdp
 
 __all__ = ["memfit_backend"]
 
+_log = logging.getLogger("memfit")
+_NONE_SINCE = (
+    'memfit: %s updates a model that was compiled with backend="memfit", and no graph was called since its last '
+    "update, so that the budget is not enforced: the loop now calls a method or a part of the model, or PyTorch's "
+    "compiler skips its code since a call under a dispatch mode (a counter of operations, say): call "
+    "torch.compiler.reset() after that one"
+)
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # methods that stand for their module
 _unchecked: list[weakref.ref[torch.nn.Module]] = []  # models that were compiled, and not updated since
 _functions: list[object] = []  # that were compiled since the last update
+_calls_when_asked = 0
+_calls: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # at its last update
 
 
 def _asked(compiled: object) -> None:
+    global _calls_when_asked
+    _calls_when_asked = PlannedGraph.calls
     is_call = getattr(compiled, "__name__", "") in _CALLS
     owner = getattr(compiled, "__self__", None) if is_call else compiled
-    PlannedGraph.called, seen = False, PlannedGraph.trained or set()
+    seen = PlannedGraph.trained or set()
     if isinstance(owner, torch.nn.Module):
         _unchecked.append(weakref.ref(owner))
         seen = seen.difference(map(id, owner.parameters()))
@@ -45,13 +57,26 @@ def _asked(compiled: object) -> None:
 def _require_graphs(optimizer: torch.optim.Optimizer) -> None:
     if not changes_parameters(optimizer):
         return
+    calls = _calls.get(optimizer)
+    if calls == PlannedGraph.calls:
+        del _calls[optimizer]
+        _log.warning(_NONE_SINCE, type(optimizer).__name__)
+    elif calls is not None:
+        _calls[optimizer] = PlannedGraph.calls
     functions, _functions[:] = list(_functions), []
-    if functions and not PlannedGraph.called:
+    if functions and not _are_reached():
         raise _not_reached("a function")
     updated = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    _unchecked[:] = [each for each in _unchecked if not _is_planned(each(), updated)]
+    left = [each for each in _unchecked if not _is_planned(each(), updated)]
+    if len(left) < len(_unchecked):
+        _calls[optimizer] = PlannedGraph.calls
+    _unchecked[:] = left
     if not _unchecked:
         PlannedGraph.trained = None
+
+
+def _are_reached() -> bool:
+    return PlannedGraph.calls > _calls_when_asked
 
 
 def _is_planned(model: torch.nn.Module | None, updated: dict[int, torch.nn.Parameter]) -> bool:
@@ -64,7 +89,7 @@ def _is_planned(model: torch.nn.Module | None, updated: dict[int, torch.nn.Param
         return True
     parameters = list(model.parameters())
     if not parameters or any(map(is_of_fsdp, parameters)):  # graphs are called with others in their place
-        is_reached = PlannedGraph.called
+        is_reached = _are_reached()
     else:
         is_reached = not (PlannedGraph.trained or set()).isdisjoint([None, *map(id, parameters)])
         if not is_reached and not any(_changes(updated[id(each)]) for each in parameters if id(each) in updated):
@@ -91,7 +116,9 @@ def _not_reached(what: str) -> UnsupportedStepError:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
-    return before_update(lambda: _require_graphs(optimizer), given, named) if _unchecked or _functions else None
+    if not (_unchecked or _functions or optimizer in _calls):
+        return None
+    return before_update(lambda: _require_graphs(optimizer), given, named)
 
 
 compile_soundly(memfit_backend, _asked)
