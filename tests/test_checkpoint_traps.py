@@ -20,7 +20,7 @@ from checkpoint_models import Mlp, Net, Trained, convs, images, mlps, rows, trai
 from occupied import bytes_now
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import memfit
 from memfit.checkpointing.blocks import find_blocks
@@ -551,6 +551,29 @@ def test_a_wrapper_that_checkpoints_is_taken_over(options: dict[str, Any]) -> No
         got = train(model)
         assert set(handle.policy()["4096"].values()) == {"none"}
     assert got.losses == wanted.losses
+
+
+class BlocksBySelection(Net):
+    """Calls its blocks in checkpoints of its own, which keep products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=SELECTIVE)
+        return self.after(x)
+
+
+def test_blocks_in_a_selective_checkpoint_of_the_models_run_as_they_are() -> None:
+    def make() -> Net:
+        model = mlps()
+        return BlocksBySelection(list(model.layers), model.before, model.after)
+
+    before_bytes = bytes_now(torch.device("cpu"))
+    wanted = train(make())
+    kept_bytes = bytes_now(torch.device("cpu")) - before_bytes
+    model = make()
+    with memfit.checkpoint(model, max(wanted.peaks[2:]) + kept_bytes + 1024):
+        assert train(model).same_bits(wanted)
 
 
 def test_a_wrapper_with_contexts_of_the_users_is_refused() -> None:

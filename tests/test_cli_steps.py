@@ -331,13 +331,13 @@ def test_a_step_without_a_graph_runs_and_says_where(own_file: Path) -> None:
 # Interrupts itself in the sixth measured step, as Ctrl-C in a terminal would.
 INTERRUPTED = """
 import os, signal
-from memfit.step import measure
-synchronize, left = measure.synchronize, iter(range(10, -1, -1))  # called twice a step
+from memfit.cost import gpu_timing
+synchronize, left = gpu_timing.synchronize, iter(range(10, -1, -1))  # called twice a step
 def interrupted(device):
     if next(left) == 0:
         os.kill(os.getpid(), signal.SIGINT)
     synchronize(device)
-measure.synchronize = interrupted
+gpu_timing.synchronize = interrupted
 """
 
 

@@ -85,6 +85,7 @@ from memfit.torch_private.checkpoints import (
     IGNORED_OPS,
     detached,
     ends_early,
+    in_selective_checkpoint,
     is_cached_cast,
     saved_node_names,
     schema_of,
@@ -1961,6 +1962,21 @@ def test_schemas_tell_what_an_operator_writes_to() -> None:
         a.alias_info is not None and a.alias_info.is_write for a in schema_of(torch.ops.aten.add_.Tensor).arguments
     ]
     assert written[:2] == [True, False]
+
+
+def test_selective_checkpoints_are_told_in_both_forward_passes() -> None:
+    found: list[bool] = []
+
+    def run(given: torch.Tensor) -> torch.Tensor:
+        found.append(in_selective_checkpoint())
+        return given.exp()
+
+    x = torch.ones(3, requires_grad=True)
+    kept = [torch.ops.aten.mm.default]
+    contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+    checkpoint(run, x, use_reentrant=False, context_fn=lambda: contexts(kept)).sum().backward()
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert found == [True, True, False, False] and not in_selective_checkpoint()
 
 
 def test_a_second_forward_pass_that_saves_others_raises_what_is_told() -> None:

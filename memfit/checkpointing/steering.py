@@ -27,7 +27,7 @@ from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.memory.host.room import Host, OnHost
 from memfit.torch_private.ambient import saved_as_they_are
 from memfit.torch_private.autograd import hooks_aside_in_transforms, in_backward, in_transform
-from memfit.torch_private.checkpoints import ends_early, tell_mismatch
+from memfit.torch_private.checkpoints import ends_early, in_selective_checkpoint, tell_mismatch
 
 _OF_CHECKPOINTS = {*signature(stock_checkpoint).parameters, "fn", "preserve_rng_state"}  # would not reach the block
 
@@ -76,7 +76,7 @@ class Steering:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
         call = _Call(spot, forward, args, kwargs)
-        if in_transform():
+        if in_transform() or in_selective_checkpoint():  # of the user's: what it keeps is its own to say
             return call.run()
         returned = self._enter((args, kwargs)) if spot.is_block else None
         if self.present is None or not torch.is_grad_enabled():

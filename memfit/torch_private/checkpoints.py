@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from memfit.torch_private.autograd import default_saved_hooks
+from memfit.torch_private.autograd import default_saved_hooks, has_modes
 
 IGNORED_OPS: frozenset[Any] = frozenset(SAC_IGNORED_OPS)
 """Operators of which a checkpoint's second forward pass may call another number than its first."""
@@ -31,6 +32,14 @@ def is_cached_cast(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+def in_selective_checkpoint() -> bool:
+    """Return whether a checkpoint that keeps some results, by `create_selective_checkpoint_contexts`, is running."""
+    return has_modes() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+_SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 
 
 def tell_mismatch(told: Callable[[Exception], Exception]) -> None:
