@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from _rank_cases import CASES, Case
 from _rank_kit import Way
-from _record import load, result_path, store
+from _record import load, machine, result_path, write_document
 
 from memfit.memory.uncounted import Uncounted
 from memfit.system.recorder import allocated_bytes, record
@@ -255,7 +255,9 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
     options = parser.parse_args()
     path = result_path("rank_loops")
-    rows = load(path)["payload"]["rows"] if path.exists() else []
+    stored = load(path) if path.exists() else {"machine": machine(), "payload": {"rows": []}}
+    rows = stored["payload"]["rows"]
+    processors = {*stored["machine"]["cpu"].split(", "), machine()["cpu"]}  # of the rows that stay, too
     failed = False
     for count in options.ranks or (2, 4):
         known = {_key(row) for row in rows if options.missing and is_held(row)}
@@ -272,7 +274,8 @@ def main() -> None:
             rows = [each for each in rows if _key(each) != _key(row)] + [row]
             print(f"{'ok  ' if is_held(row) else 'FAIL'} {count} {CASES[number].name}: {_text(row)}", flush=True)
             if not options.dry:
-                store("rank_loops", {"steps": STEPS, "rows": sorted(rows, key=_key)})
+                found = machine() | {"cpu": ", ".join(sorted(processors))}
+                write_document(path, "rank_loops", {"steps": STEPS, "rows": sorted(rows, key=_key)}, found)
             if options.trace:
                 print(*{each["traceback"] for each in ranks if "traceback" in each}, sep="\n", flush=True)
     sys.exit(failed)

@@ -6,6 +6,7 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -328,6 +329,21 @@ def test_decompositions_have_the_bare_loops_bits_where_their_vectors_are_read() 
         assert all(map(torch.equal, decomposed(), bare))
     with pytest.raises(UnsupportedStepError, match="eigvalsh"), memfit.eager(mlp(), budget="1GiB"):
         torch.linalg.eigvalsh(matrix @ matrix.T).tolist()
+
+
+def test_a_block_that_refuses_at_its_end_is_left() -> None:
+    model = mlp()
+    with pytest.raises(UnsupportedStepError, match="svdvals"), memfit.eager(model, budget="1GiB"):
+        torch.linalg.svdvals(torch.randn(8, 8))
+
+    def train() -> bool:
+        with memfit.eager(model, budget="1GiB"):
+            mlp_loss(model, 0).backward()
+        return True
+
+    assert gc.get_freeze_count() == 0
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(train).result()
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode uses

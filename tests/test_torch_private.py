@@ -1834,6 +1834,23 @@ def test_halves_for_a_budget_of_torchs_draw_each_mask_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
+def test_inductors_kernels_are_not_timed_in_their_first_call() -> None:
+    import torch._inductor.config as config
+
+    def as_it_is(_joint: Any, _outputs: int, as_inductor: Callable[[float | None], ModulePair]) -> ModulePair:
+        return as_inductor(None)
+
+    seen: list[bool] = []
+    module = torch.fx.symbolic_trace(lambda x: (torch.tanh(x @ x.t()),))
+    values = torch.ones(3, 2, requires_grad=True)
+    with config.patch(post_grad_custom_post_pass=lambda _graph: seen.append(config.triton.autotune_pointwise)):
+        compiled_by_inductor(
+            module, [values], partition=as_it_is, around=lambda _half, call: call, keeps_order=lambda: False
+        )
+    assert seen and not any(seen) and config.triton.autotune_pointwise
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own modules, which Inductor imports
 @pytest.mark.parametrize("share", [None, LEAN])
 def test_inductor_compiles_the_halves_of_a_partition_and_rehearses_them(
     share: float | None, monkeypatch: pytest.MonkeyPatch

@@ -190,13 +190,15 @@ class Eager(Uncopied):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._mode.__exit__(*raised)
-        self._turn.close()
-        if self._freezes:
-            gc.unfreeze()
-        self._end_record()
-        refusal = self._mode.contents.refusal
-        self._ended, self._mode = self._report(), None  # what autograd still holds has the mode that it needs
+        try:
+            self._mode.__exit__(*raised)  # refuses what was called last, if no later call could
+        finally:
+            self._turn.close()
+            if self._freezes:
+                gc.unfreeze()
+            self._end_record()
+            refusal = self._mode.contents.refusal
+            self._ended, self._mode = self._report(), None  # what autograd still holds has the mode that it needs
         if refusal is not None and isinstance(raised[1], torch.OutOfMemoryError):
             raise refusal from None
 

@@ -164,8 +164,10 @@ class Unread:
         Raises:
             UnsupportedStepError: names the line.
         """
+        if not self._vectors:
+            return
         vectors, self._vectors = self._vectors, []
-        if vectors and all(each.expired() for each in vectors):
+        if all(each.expired() for each in vectors):
             raise UnsupportedStepError(
                 f"{self._line}: PyTorch computes singular values and eigenvalues of a tensor without gradient, of "
                 "which nobody reads the vectors, differently in eager mode (svdvals, eigvalsh, cond, matrix norms): "

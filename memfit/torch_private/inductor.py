@@ -69,12 +69,17 @@ def compiled_by_inductor(
             `HELD`.
     """
     import torch._functorch.config
+    import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    # A kernel that is timed in its first call takes copies of what it writes, and as much as the device's cache.
+    untimed = {"triton.autotune_pointwise": False}
 
     def compile_half(half: torch.fx.GraphModule, arguments: Sequence[Any], **options: Any) -> Any:
         if options.get("is_inference"):
             return compile_fx_inner(half, arguments, **options)
-        with _order_kept() if keeps_order() else nullcontext(), _kernels_unbuilt():
+        order = _order_kept() if keeps_order() else nullcontext()
+        with order, _kernels_unbuilt(), torch._inductor.config.patch(untimed):
             compiled = compile_fx_inner(half, arguments, **options)
         described = InductorHalf(
             module=half,
