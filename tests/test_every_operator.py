@@ -66,7 +66,7 @@ class Into(Applied):
         hidden = given * self.before if given.is_floating_point() or given.is_complex() else given.clone()
         with torch.no_grad():
             like = self.operator(given, *self.args, **self.named)
-            into = tree_map(torch.empty_like, like)
+            into = tree_map(torch.zeros_like, like)  # `ihfftn` leaves parts of it as they were
             self.operator(hidden, *self.args, **self.named, out=into)
         written = sum(each.abs().float().nan_to_num(0.0, 0.0, 0.0).sum() for each in tree_leaves(into))
         return written * self.after + hidden.abs().float()

@@ -118,7 +118,7 @@ def test_parameters_of_a_class_that_only_adds_attributes(way: str) -> None:
             step(x)
             step(x)
         else:
-            options = {"budget": "1MiB", "reserve": 0}
+            options = {"budget": "64MiB", "reserve": 0}
             call = model if is_plain else torch.compile(model, backend="memfit", options=options)  # pyright: ignore
             for _ in range(2):
                 call(x).square().mean().backward()

@@ -120,7 +120,7 @@ def trained(kind: Callable[[], nn.Module], *, is_planned: bool, has_optimizer: b
 
 
 def test_what_backward_reads_of_replaced_memory_is_refused_in_a_compiled_model() -> None:
-    model = torch.compile(QuantizedAfterUse(), backend="memfit", options={"budget": "1MiB", "reserve": 0})
+    model = torch.compile(QuantizedAfterUse(), backend="memfit", options={"budget": "64MiB", "reserve": 0})
     with pytest.raises(UnsupportedStepError, match=r"in backward that has other memory by then \(`\.data = \.\.\.`"):
         squares(model, torch.randn(8, 6)).backward()
 
@@ -130,7 +130,7 @@ def test_replaced_values_are_there_in_the_next_step_of_a_compiled_model(kind: Ca
     def states(backend: str) -> list[dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         model, found = kind(), list[dict[str, torch.Tensor]]()
-        options: Any = {"options": {"budget": "1MiB", "reserve": 0}} if backend == "memfit" else {}
+        options: Any = {"options": {"budget": "64MiB", "reserve": 0}} if backend == "memfit" else {}
         compiled = torch.compile(model, backend=backend, **options) if backend else model
         optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.05)
         for number in range(4):
