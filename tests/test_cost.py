@@ -21,7 +21,7 @@ from memfit.binding import Binding, Call, Value
 from memfit.capture import capture, finish
 from memfit.capture.training_step import TrainingStep
 from memfit.commands.check import check
-from memfit.cost.calibration import Probe, calibrate
+from memfit.cost.calibration import Probe, calibrate, local_device, rates_for_rooflines
 from memfit.cost.environment import environment, free_system_bytes
 from memfit.cost.measurement import measure
 from memfit.cost.observations import Observations, RealResult, call_key
@@ -494,6 +494,18 @@ def test_an_op_that_refuses_made_up_inputs_is_said(caplog: pytest.LogCaptureFixt
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "op op_0 cannot be measured, a roofline gives its seconds"
     ]
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_rates_for_a_roofline_are_measured_within_few_bytes() -> None:
+    """They are needed in the first step of a model whose memory is full."""
+    graph, binding = one_op(aten.linalg_cholesky.default, 4, 4)
+    rates_for_rooflines.cache_clear()
+    with record("cpu") as usage:
+        op = measured(graph, binding).ops[0]
+    assert op.seconds > 0
+    assert usage.peak_bytes <= 8 << 20
+    assert local_device(CPU).memory_bytes_per_second is None
 
 
 @pytest.mark.usefixtures("calibrated")

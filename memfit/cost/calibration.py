@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,11 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SATURATED_SECONDS = 0.02  # a product of this length runs at the rate of long ones
 _COPY_SHARE = 8  # a copy takes at most this part of the free memory: one eighth
 _LEAST_RUNS, _MOST_RUNS, _ENOUGH_SECONDS = 3, 50, 0.1
+# Caches hold these copies, whose rate is up to twice the memory's.
+_SMALL = {
+    "cpu": Amounts(largest_product=512, copy_bytes=4 << 20),
+    "cuda": Amounts(largest_product=1024, copy_bytes=16 << 20),
+}
 
 _log = logging.getLogger("memfit")
 
@@ -58,20 +64,11 @@ def calibrate(
     """
     device = find_device(device)
     link, to = _link(device, directory, amounts), f", the link to the disk of {directory}" if directory else ""
-    probe = Probe(device=device, clock=clock, amounts=amounts)
-    bare = _bare_device(device)
-    with torch.no_grad():
-        flops = {str(dtype).removeprefix("torch."): probe.flops_per_second(dtype) for dtype in _DTYPES}
-        if device.type == "cuda":
-            flops["tfloat32"] = probe.tf32_flops_per_second()
-        measured = msgspec.structs.replace(
-            bare,
-            flops_per_second=flops,
-            memory_bytes_per_second=probe.memory_bytes_per_second(),
-            launch_seconds=probe.launch_seconds(),
-            source=f"measured by `memfit calibrate` with torch {torch.__version__}{to}",
-            **link,
-        )
+    measured = msgspec.structs.replace(
+        Probe(device=device, clock=clock, amounts=amounts).rates(),
+        source=f"measured by `memfit calibrate` with torch {torch.__version__}{to}",
+        **link,
+    )
     keep(measured, environment_path("devices", environment(device)), "calibrated rates")
     return measured
 
@@ -85,6 +82,24 @@ def _link(device: torch.device, directory: Path | None, amounts: Amounts) -> dic
             raise
         _log.warning("the link to the host is not measured: %s", error)
         return {}
+
+
+@cache
+def rates_for_rooflines(device: torch.device) -> Device:
+    """Return the calibrated profile of a device, or rates measured now, in 8 MiB of a CPU or 32 of a GPU, not kept.
+
+    Rooflines are needed within a step whose memory is full, and give the seconds of a few ops only.
+
+    Args:
+        device: a CPU or CUDA device.
+
+    Raises:
+        InvalidDeviceError: there is no such device.
+    """
+    known = local_device(device)
+    if known.memory_bytes_per_second is not None:
+        return known
+    return Probe(device=device, amounts=_SMALL[device.type]).rates()
 
 
 def local_device(device: torch.device | str) -> Device:
@@ -172,8 +187,22 @@ class Probe:
     """
 
     device: torch.device
-    clock: Callable[[], float]
+    clock: Callable[[], float] = time.perf_counter
     amounts: Amounts = EXACT
+
+    def rates(self) -> Device:
+        """Return the device's sizes with its rates, without its link."""
+        with torch.no_grad():
+            flops = {str(dtype).removeprefix("torch."): self.flops_per_second(dtype) for dtype in _DTYPES}
+            if self.device.type == "cuda":
+                flops["tfloat32"] = self.tf32_flops_per_second()
+            return msgspec.structs.replace(
+                _bare_device(self.device),
+                flops_per_second=flops,
+                memory_bytes_per_second=self.memory_bytes_per_second(),
+                launch_seconds=self.launch_seconds(),
+                source=f"measured with torch {torch.__version__}",
+            )
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the best rate over products of growing size, until one has taken long enough, twice.

@@ -40,7 +40,7 @@ class Amounts:
 
     Attributes:
         smallest_product, largest_product: rows of the square matrices that are multiplied.
-        copy_bytes: of a copy on the device, well beyond every cache; a copy to pinned memory takes half of them.
+        copy_bytes: of a copy on the device, well beyond every cache; a copy to pinned memory takes an eighth.
         launches: of the smallest op, timed together.
         disk_copy_bytes: of a copy to the disk, about those of a step's copies.
         sum_bytes: of the tensors that are added while something is copied.
@@ -286,7 +286,7 @@ class _PinnedCopies:
 
 def _pcie_rates(device: torch.device, amounts: Amounts) -> LinkRates:
     with torch.cuda.device(device):  # else memory is pinned for the current device, which then gets a context
-        return _rates_of_copies(device, amounts.copy_bytes // 2)
+        return _rates_of_copies(device, amounts.copy_bytes // 8)
 
 
 def _rates_of_copies(device: torch.device, most_bytes: int) -> LinkRates:

@@ -8,12 +8,11 @@ import msgspec
 import torch
 
 from memfit.binding import Binding, Call
-from memfit.cost.calibration import calibrate, local_device
+from memfit.cost.calibration import rates_for_rooflines
 from memfit.cost.collectives import copies_results, is_collective
 from memfit.cost.gpu_timing import on_two_timelines
 from memfit.cost.observations import Observation
 from memfit.cost.rooflines import roofline_seconds
-from memfit.device import Device
 from memfit.graph import Graph, Op
 
 
@@ -24,10 +23,10 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
         graph = measure(captured.graph, captured.binding, captured.observed)
 
     An update keeps what it was measured to take. Another op without an observation gets the seconds of a roofline over
-    this device's calibrated rates. Its workspace stays the captured one, which may be unknown. On a GPU an op has the
-    time by which it delays the step in the original order: that of its kernels, or of its launch where the device
-    waits for the host. A collective gets no seconds: see `memfit.cost.collectives`. What waits for one and copies its
-    results has a roofline.
+    this device's rates (see `rates_for_rooflines`). Its workspace stays the captured one, which may be unknown. On a
+    GPU an op has the time by which it delays the step in the original order: that of its kernels, or of its launch
+    where the device waits for the host. A collective gets no seconds: see `memfit.cost.collectives`. What waits for one
+    and copies its results has a roofline.
 
     Args:
         graph: a captured graph that is finished.
@@ -37,7 +36,6 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
     Raises:
         ValueError: `observed` has another length: the capture is not finished.
     """
-    profile: Device | None = None
     ops: list[Op] = []
     dispatches = [0.0 if seen is None else seen.dispatch_seconds for seen in observed]
     for op, call, seen in zip(graph.ops, binding.calls, observed, strict=True):
@@ -49,8 +47,7 @@ def measure(graph: Graph, binding: Binding, observed: Sequence[Observation | Non
         elif is_collective(call.target) and not copies_results(call.target):
             seconds, workspace_bytes = 0.0, 0
         else:
-            profile = profile or _calibrated(binding.device)
-            seconds = roofline_seconds(call, op, graph.storages, profile)
+            seconds = roofline_seconds(call, op, graph.storages, rates_for_rooflines(binding.device))
             workspace_bytes = 0 if is_collective(call.target) else op.workspace_bytes
         ops.append(msgspec.structs.replace(op, seconds=seconds, workspace_bytes=workspace_bytes))
     if any(dispatches):
@@ -68,8 +65,3 @@ def _replay_bytes(graph: Graph, op: Op, call: Call, device: torch.device) -> int
         return 0
     state_bytes = graph.storages[call.generator_state].bytes
     return state_bytes if op.reuses else state_bytes - sum(graph.storages[storage].bytes for storage in op.writes)
-
-
-def _calibrated(device: torch.device) -> Device:
-    known = local_device(device)
-    return known if known.memory_bytes_per_second is not None else calibrate(device)
