@@ -112,7 +112,7 @@ def measure(script: str, shares: Sequence[int] = SHARES) -> list[dict[str, Any]]
             budget_bytes = plain.peak_bytes * share // 100
             ran = run(script, f"{door}:{budget_bytes}", ranks=ranks)
             rows.append(_row(script, share, door, budget_bytes, plain, ran))
-            if not rows[-1]["error"]:  # which names the other door
+            if rows[-1]["is_held"] and not rows[-1]["error"]:  # which names the other door
                 break
     return rows
 

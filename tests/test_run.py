@@ -270,6 +270,50 @@ def test_what_checkpoints_cannot_hold_is_held_in_eager_mode(running: Running, ki
     assert "forward" not in vars(copied)
 
 
+class _Wide(nn.Module):
+    """What takes the most is in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        wide = x.repeat(1, 64)
+        for _ in range(6):
+            wide = nn.functional.dropout(wide.sin().exp(), 0.1, self.training)
+        return wide
+
+
+@pytest.mark.parametrize("kind", ["alone", "in turns", "evaluated"])
+def test_a_step_that_checkpoints_cannot_hold_goes_on_in_eager_mode(running: Running, kind: str) -> None:
+    def train(models: list[nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        for _ in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                model(torch.randn(512, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if kind == "evaluated":
+                    with torch.no_grad():
+                        model.eval()(torch.randn(16, 16))
+                    model.train()
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+    models = [_Wide() for _ in range(2 if kind == "in turns" else 1)]
+    held = train(copied := copy.deepcopy(models))
+    found = running.end()
+    assert _equal(held, train(models))
+    assert [each.history is None for each in found] == [False] * len(models) + [True]
+    last = found[-1].shown()
+    assert last.steps >= 2
+    assert last.over == 0
+    assert "with all checkpoints" in found[-1].why
+    assert not [name for model in copied for each in model.modules() for name in vars(each) if name == "forward"]
+
+
 def test_two_models_with_optimizers_of_their_own_share_the_budget(running: Running) -> None:
     _train(one := _Model())
     _train(other := _Model())

@@ -44,7 +44,6 @@ _NOT_STEERED = (
     "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
     "model.train(), and set single modules to eval() after it"
 )
-
 _OTHER_MODULES = (
     "modules of the model were replaced, added or taken out since memfit.checkpoint, which goes on with those that it "
     "knows; call close() of the handle, and memfit.checkpoint again"
@@ -98,10 +97,8 @@ class Loop:
         if host_budget_bytes:
             self._compiled.refuse_host_budget()
             self.steering.host = Host(device, host_budget_bytes, host_dir)
-        may_chain, names = may_chain and not self._compiled, [name for name, _ in blocks]
-        self.plans = Plans(
-            contract, given, self._compiled, device, may_chain=may_chain, blocks=names, host=self.steering.host
-        )
+        chains, names, host = may_chain and not self._compiled, [name for name, _ in blocks], self.steering.host
+        self.plans = Plans(contract, given, self._compiled, device, may_chain=chains, blocks=names, host=host)
         self._meter = Meter(device)
         self._judge = Judge(contract, self.plans, self._compiled, self._meter)
         self.warnings = self._judge.warnings
@@ -142,20 +139,22 @@ class Loop:
     # -- windows
 
     def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a window with a call of the model, unless the backward pass of an earlier call has yet to come.
-
-        A pipeline's schedule runs backward passes between: its window ends when none of its calls awaits one. A call
-        without gradients in between, of a reference model that is the model without its adapters, is part of it.
-        """
+        """Begin a window with a call of the model, unless it is part of the one that is open."""
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
         self.calls += 1
         self._awaited.is_in_call = True
-        is_training = torch.is_grad_enabled() and self.model.training
-        is_between = is_training or not torch.is_grad_enabled()
-        if is_between and self._awaited and self._kind is not WindowKind.EVALUATION:
-            return
-        self._begin((args, kwargs), is_training=is_training)
+        if not self.is_between():
+            self._begin((args, kwargs), is_training=torch.is_grad_enabled() and self.model.training)
+
+    def is_between(self) -> bool:
+        """Return whether a call now is part of the window that is open: the backward pass of an earlier one is to come.
+
+        A pipeline's schedule runs backward passes between: its window ends when none of its calls awaits one. A call
+        without gradients in between, of a reference model that is the model without its adapters, is part of it.
+        """
+        may_be = self.model.training or not torch.is_grad_enabled()
+        return may_be and bool(self._awaited) and self._kind is not WindowKind.EVALUATION
 
     def _enter(self, given: Any) -> Callable[[Any], None] | None:
         """Begin a window with the call of a block, where the loop calls a method or a part of the model.

@@ -24,14 +24,14 @@ from memfit.doors.checkpoint import checkpoint
 from memfit.dynamo.model import PlannedCalls
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
-from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.errors import BudgetNotHeldError, MemfitError, UnsupportedStepError
 from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
-from memfit.system.budget import on_card
+from memfit.system.budget import format_bytes, on_card
 from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.dynamo import is_compiled_soundly
-from memfit.torch_private.modules import CallsSeen, own_call, uncompiled
+from memfit.torch_private.modules import CallsSeen, is_compiled, own_call, uncompiled
 
 AUTO, CHECKPOINT, EAGER = "auto", "checkpoint", "eager"
 
@@ -84,8 +84,17 @@ class HeldReport:
 @dataclass(slots=True)
 class _Steered:
     name: str
+    may_leave: Callable[[], torch.nn.Module | None]  # the model, if eager mode may take it over
     loop: weakref.ref[Loop]  # the model has it: a model that the script is done with is not kept alive
     history: History
+
+    def close(self) -> HeldReport:
+        """Leave the model as it was, and return what was held."""
+        loop, report = self.loop(), None
+        if loop is not None:
+            report = Checkpointed(loop).report()
+            loop.close(is_judged=False)
+        return HeldReport(name=self.name, report=report, history=self.history)
 
 
 @dataclass(slots=True)
@@ -100,9 +109,10 @@ class Running:
     """Holds whatever a script trains within a budget, each model from its first call in training on.
 
     A model is the outermost module that is called with gradients and has parameters that need some. It is held by
-    `memfit.checkpoint`, from within this first call. What checkpoints cannot hold as a whole is held in eager mode,
-    which is then on for all that comes: a model without blocks, one in eval mode, one of several modules that one
-    optimizer updates together. Calls without gradients before that are measured, and told where they take more.
+    `memfit.checkpoint`, from within this first call. What checkpoints cannot hold is held in eager mode, which is then
+    on for all that comes: a model without blocks, one in eval mode, one of several modules that one optimizer updates
+    together, and all that is trained, once a step has taken more than the budget with all checkpoints.
+    Calls without gradients before that are measured, and told where they take more.
 
     Args:
         budget: as text or in bytes.
@@ -124,6 +134,7 @@ class Running:
     _roots: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet, init=False)
     _updated: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet, init=False)
     _steered: list[_Steered] = field(default_factory=list[_Steered], init=False)
+    _done: list[HeldReport] = field(default_factory=list[HeldReport], init=False)
     _eager: _InEagerMode | None = field(default=None, init=False)
     _hooks: list[Any] = field(default_factory=list[Any], init=False)
     _warnings: Warnings = field(default_factory=Warnings, init=False)
@@ -139,7 +150,9 @@ class Running:
 
     def _look(self, module: torch.nn.Module) -> Callable[[], None] | None:
         """Look at a call that begins: hold the model, or measure the call."""
-        if torch.is_grad_enabled():
+        if any(module is each.may_leave() for each in self._steered):
+            self._judge(module)
+        elif torch.is_grad_enabled():
             if self._is_trained(module):
                 self._hold(module)
         elif self._is_evaluated_before(module):
@@ -194,7 +207,7 @@ class Running:
             return
         why = self._why_eager(module) if self.door == AUTO and not self._steered else ""
         if why or self.door == EAGER:
-            self._enter(module, why)
+            self._enter(module, why, self.budget)
         else:
             self._steer(module)
 
@@ -204,12 +217,31 @@ class Running:
         options: dict[str, Any] = {"host_budget": self.host_budget, "budget_is": self.budget_is}
         checkpoint(module, self.budget, **options, chunk_loss=self.chunk_loss)
         (loop,) = loops_of(uncompiled(module))
-        self._steered.append(_Steered(type(module).__name__, weakref.ref(loop), loop.history))
+        may_leave = self.door == AUTO and self.budget_is == FIRM and not any(map(is_compiled, module.modules()))
+        model = weakref.ref(module) if may_leave else lambda: None
+        self._steered.append(_Steered(type(module).__name__, model, weakref.ref(loop), loop.history))
 
-    def _enter(self, module: torch.nn.Module, why: str) -> None:
+    def _judge(self, module: torch.nn.Module) -> None:
+        """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much."""
+        (loop,) = loops_of(module)
+        others = [each.loop() for each in self._steered]
+        if loop.contract is None or any(other is not None and other.is_between() for other in others) or has_modes():
+            return
+        try:
+            loop.end()
+        except BudgetNotHeldError as refusal:
+            took = f"a step took {format_bytes(loop.contract.budget_bytes + refusal.over_bytes)} with all checkpoints"
+            of = f"more than the budget of {format_bytes(loop.contract.budget_bytes)}"
+            goes_on = "eager mode, which frees single tensors, goes on"
+            _log.warning("memfit: %s: %s, %s; %s", type(module).__name__, took, of, goes_on)
+            self._done += [each.close() for each in self._steered]
+            self._steered.clear()
+            self._enter(module, took, loop.contract.budget_bytes)
+
+    def _enter(self, module: torch.nn.Module, why: str, budget: str | int) -> None:
         for hook in self._hooks:
             hook.remove()
-        block = eager(module, budget=self.budget, host_budget=self.host_budget or 0, chunk_loss=self.chunk_loss)
+        block = eager(module, budget=budget, host_budget=self.host_budget or 0, chunk_loss=self.chunk_loss)
         block.__enter__()
         self._eager = _InEagerMode(type(module).__name__, block, why)
 
@@ -257,19 +289,15 @@ class Running:
         steered, self._steered = self._steered, []
         held, self._eager = self._eager, None
         refused: list[MemfitError] = []
-        found: list[HeldReport] = []
+        found, self._done = self._done, []
         for each in steered:
             loop = each.loop()
-            report = None
-            if loop is not None:
-                try:
-                    if error is None:
-                        loop.end()
-                except MemfitError as refusal:
-                    refused.append(refusal)
-                report = Checkpointed(loop).report()
-                loop.close(is_judged=False)
-            found.append(HeldReport(name=each.name, report=report, history=each.history))
+            try:
+                if loop is not None and error is None:
+                    loop.end()
+            except MemfitError as refusal:
+                refused.append(refusal)
+            found.append(each.close())
         if held is not None:
             held.block.__exit__(None if error is None else type(error), error, None)
             found.append(HeldReport(name=held.name, report=held.block.report(), history=None, why=held.why))
