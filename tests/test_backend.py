@@ -29,6 +29,7 @@ from memfit.errors import (
     InvalidBudgetError,
     InvalidOptionError,
     NoPlanError,
+    NotOneGraphError,
     UnsupportedStepError,
 )
 from memfit.system.recorder import record
@@ -98,6 +99,72 @@ def test_a_tight_budget_rematerializes_with_the_same_bits_and_holds() -> None:
     with record("cpu") as usage:
         cross_entropy(planned, batch).backward()
     assert resident + usage.peak_bytes <= budget
+
+
+_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a place": lambda m: m[2, 2].fill_(0),
+    "a row": lambda m: m.__setitem__(1, m[2] * 2),
+    "a column": lambda m: m.__setitem__((slice(None), 3), 0.5),
+    "a diagonal": lambda m: m.diagonal().copy_(m[0] * 1),
+    "every other row": lambda m: m[1::2].copy_(m[::4]),
+    "a block": lambda m: m[1:3, 1:3].copy_(torch.zeros(2, 2)),
+    "of another view": lambda m: m.view(-1)[7:9].zero_(),
+    "of another type": lambda m: m[2].copy_(torch.arange(5)),
+    "broadcast": lambda m: m[2:4].copy_(m[0]),
+    "to the right": lambda m: m[:, 1:].copy_(m[:, :-1]),
+    "across": lambda m: m.t()[2].copy_(m[1]),
+}
+
+
+class _Writing(nn.Module):
+    def __init__(self, write: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(5, 5), write
+        self.register_buffer("mask", torch.rand(5, 5))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        mask, hidden = self.mask.clone(), self.layer(values).clone()
+        self.write(mask)
+        self.write(hidden)
+        return nn.functional.linear(hidden, self.layer.weight * mask).square().mean()
+
+
+@pytest.mark.parametrize("where", _WRITES)
+def test_writes_to_parts_of_a_tensor(where: str) -> None:
+    """Copies keep their place in a storage; one over what it reads has no bits that a graph could have."""
+    model, values = _Writing(_WRITES[where]), torch.randn(5, 5)
+    model(values).backward()
+    eager = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    planned = torch.compile(model, backend="memfit", options={"budget": "64MiB", "reserve": 0})
+    if where in ("to the right", "across"):
+        with pytest.raises(NotOneGraphError, match=r"copy_.default writes over what it reads.*kernel$"):
+            planned(values)
+        return
+    planned(values).backward()
+    assert all(map(torch.equal, eager, (parameter.grad for parameter in model.parameters())))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_which_only_a_constant_is_compiled_is_refused_at_its_first_update() -> None:
+    """PyTorch's compiler goes on in eager at sparse tensors, and leaves the layers behind them out."""
+
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            matrix = torch.sparse_coo_tensor(edges, torch.ones(edges.shape[1]) / 4, (len(nodes), len(nodes)))
+            return torch.sparse.mm(matrix, self.layer(nodes))
+
+    from memfit.dynamo.lookup import memfit_backend
+
+    model = Spectrum()
+    planned = torch.compile(model, backend=memfit_backend, options={"budget": "64MiB", "reserve": 0})
+    planned(torch.randn(6, 8), torch.randint(0, 6, (2, 20))).square().mean().backward()
+    with pytest.raises(UnsupportedStepError, match="no graph of it has reached the backend"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def perceptron(outputs: int) -> nn.Module:

@@ -273,12 +273,15 @@ class Overwrite:
 
     Attributes:
         func: the in-place overload, whose result does not depend on the old content.
-        shape, stride, dtype, device: of the new tensor; shape and stride in elements.
+        shape, stride, offset, dtype, device: of the new tensor; shape, stride and offset in elements.
+        length: of its storage, in elements.
     """
 
     func: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    offset: int
+    length: int
     dtype: torch.dtype
     device: torch.device
 
@@ -287,7 +290,8 @@ class Overwrite:
         return f"overwrite.{self.func}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        target = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        storage = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        target = reinterpret(storage, self.dtype, self.shape, self.stride, self.offset)
         return self.func(target, *args, **kwargs)
 
 
@@ -295,13 +299,15 @@ def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
     """Return the call of the in-place `func` on a new tensor of `result`'s metadata.
 
     Args:
-        result: its shape, strides, dtype and device are taken, not its values.
+        result: its place in its storage, dtype and device are taken, not its values.
         func: writes its result into its first argument.
     """
     return Overwrite(
         func=func,
         shape=tuple(result.shape),
         stride=tuple(result.stride()),
+        offset=result.storage_offset(),
+        length=result.untyped_storage().nbytes() // result.itemsize,
         dtype=result.dtype,
         device=result.device,
     )

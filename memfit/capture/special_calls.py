@@ -51,9 +51,7 @@ def functionalize(trace: Trace, entry: Entry, kwargs: dict[str, Any]) -> None:
 
 
 def _copy(_trace: Trace, entry: Entry, _kwargs: dict[str, Any]) -> None:
-    """Write into a new tensor: the real kernel keeps its first argument's place in a larger storage, the fake one
-    does not.
-    """
+    """Write into a new tensor at the result's place: real kernels keep their first argument's, fake ones may not."""
     entry.target = overwrite_like(entry.outputs[0], torch.ops.aten.copy_.default)
     entry.args = entry.args[1:]
 

@@ -109,9 +109,10 @@ def _not_reached(what: str) -> UnsupportedStepError:
     return UnsupportedStepError(
         f'{what} was compiled with backend="memfit", and no graph of it has reached the backend by the first update, '
         "so that no budget is enforced: the loop calls a method or a part of what is compiled, PyTorch's compiler "
-        "enters no model whose code is all torch's inside of DDP, or torch.compiler.disable or "
-        "TORCH_COMPILE_DISABLE forbids it. Compile what the loop calls, or use memfit.compile(model, budget=...), "
-        "which checks each call; train models without a budget before or after"
+        "skips its code (TORCH_LOGS=graph_breaks says why) or enters no model whose code is all torch's inside of DDP, "
+        "or torch.compiler.disable or TORCH_COMPILE_DISABLE forbids it. Compile what the loop calls, or use "
+        "memfit.compile(model, budget=...), which hands over what does not compile; train models without a budget "
+        "before or after"
     )
 
 

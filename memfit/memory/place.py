@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 _aten = torch.ops.aten
+_NOWHERE, _MOST_WORK = 1 << 40, 1_000_000
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)  # not frozen: eager mode makes many, in half of the time
@@ -57,6 +60,29 @@ class Place:
         """
         tensor = reinterpret(base, self.dtype, self.shape, self.stride, self.offset)
         return lazy_view(tensor, conjugated=self.conjugated, negated=self.negated)
+
+    def meets(self, other: Place) -> bool:
+        """Return whether a byte is part of both places, on one storage; False if that takes too long to find out.
+
+        Args:
+            other: on the same storage.
+        """
+        try:
+            return np.shares_memory(self._as_array(), other._as_array(), max_work=_MOST_WORK)
+        except np.exceptions.TooHardError:
+            return False
+
+    def _as_array(self) -> np.ndarray:
+        """Return an array at the place in memory that is not there, and is not looked at."""
+        size = self.dtype.itemsize
+        there = {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": f"|V{size}",
+            "data": (_NOWHERE + self.offset * size, True),
+            "strides": tuple(each * size for each in self.stride),
+        }
+        return np.asarray(SimpleNamespace(__array_interface__=there))
 
     @property
     def reach_bytes(self) -> int:

@@ -10,6 +10,8 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+from memfit.errors import NotOneGraphError
+from memfit.memory.place import Place
 from memfit.torch_private.patching import replaced
 
 
@@ -41,7 +43,7 @@ def trace_joint(
 
     cast = "same_as_forward" if backward_autocast else "off"
     settings = torch._functorch.config.patch(backward_pass_autocast=cast)
-    with settings, _eagers_kernels(), _checks_kept(), _functionalized_as_eager():
+    with settings, _eagers_kernels(), _checks_kept(), _functionalized_as_eager(), _in_one_line():
         return aot_module_simplified(
             module,
             inputs,
@@ -52,6 +54,16 @@ def trace_joint(
             decompositions={},
             keep_inference_input_mutations=True,
         )
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Take away what torch adds to a refusal: the node at which it was."""
+    try:
+        yield
+    except NotOneGraphError as error:
+        error.args = (str(error).partition("\n\nWhile executing ")[0],)
+        raise
 
 
 def as_aot_takes_it(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -144,6 +156,8 @@ def _functionalized_as_eager() -> Iterator[None]:
     }
 
     def as_eager(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            _refuse_overlapping(func, [each for each in args if isinstance(each, torch.Tensor)])
         if func is aten.bernoulli.p:
             with mode:
                 args = (aten.empty_like.default(args[0], memory_format=torch.contiguous_format), *args[1:])
@@ -156,6 +170,25 @@ def _functionalized_as_eager() -> Iterator[None]:
 
     with replaced(FunctionalTensorMode, "__torch_dispatch__", as_eager):
         yield
+
+
+def _refuse_overlapping(func: Any, given: Sequence[torch.Tensor]) -> None:
+    """Refuse a call that writes to a view of memory, and reads another view that overlaps it: `x[:, 1:] = x[:, :-1]`.
+
+    Raises:
+        NotOneGraphError: eager's result depends on the order of its kernel's loops, and no graph has it.
+    """
+    written = [tensor for tensor, argument in zip(given, func._schema.arguments, strict=False) if argument.is_write]
+    for tensor in written[:1]:
+        place = Place.of(tensor, tensor.untyped_storage()._cdata)
+        for other in given:
+            read = Place.of(other, other.untyped_storage()._cdata)
+            if read.storage == place.storage and read != place and place.meets(read):
+                raise NotOneGraphError(
+                    f"{func} writes over what it reads, in overlapping views of one tensor, so that eager's result "
+                    "depends on the order of its loops, which a compiled graph does not have: clone what is read (as "
+                    "in x[:, 1:] = x[:, :-1].clone()), or use memfit.fit or memfit.checkpoint, which run eager's kernel"
+                )
 
 
 @contextmanager
