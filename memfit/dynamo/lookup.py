@@ -33,6 +33,12 @@ _NONE_SINCE = (
     "compiler skips its code since a call under a dispatch mode (a counter of operations, say): call "
     "torch.compiler.reset() after that one"
 )
+_WHY = (
+    "the loop calls a method or a part of what is compiled, PyTorch's compiler skips its code (TORCH_LOGS=graph_breaks "
+    "says why) or enters no model whose code is all torch's inside of DDP, or torch.compiler.disable or "
+    "TORCH_COMPILE_DISABLE forbids it"
+)
+_WHY_RNN = "PyTorch's compiler leaves models that call torch.nn.LSTM, GRU or RNN as they are"
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # methods that stand for their module
 _unchecked: list[weakref.ref[torch.nn.Module]] = []  # models that were compiled, and not updated since
 _functions: list[object] = []  # that were compiled since the last update
@@ -95,7 +101,8 @@ def _is_planned(model: torch.nn.Module | None, updated: dict[int, torch.nn.Param
         if not is_reached and not any(_changes(updated[id(each)]) for each in parameters if id(each) in updated):
             return False
     if not is_reached:
-        raise _not_reached(f"a model ({type(model).__name__})")
+        has_rnn = any(isinstance(each, torch.nn.RNNBase) for each in model.modules())
+        raise _not_reached(f"a model ({type(model).__name__})", _WHY_RNN if has_rnn else _WHY)
     return True
 
 
@@ -105,14 +112,11 @@ def _changes(parameter: torch.nn.Parameter) -> bool:
     return gradient is not None and (gradient.is_sparse or bool(gradient.any()))
 
 
-def _not_reached(what: str) -> UnsupportedStepError:
+def _not_reached(what: str, why: str = _WHY) -> UnsupportedStepError:
     return UnsupportedStepError(
         f'{what} was compiled with backend="memfit", and no graph of it has reached the backend by the first update, '
-        "so that no budget is enforced: the loop calls a method or a part of what is compiled, PyTorch's compiler "
-        "skips its code (TORCH_LOGS=graph_breaks says why) or enters no model whose code is all torch's inside of DDP, "
-        "or torch.compiler.disable or TORCH_COMPILE_DISABLE forbids it. Compile what the loop calls, or use "
-        "memfit.compile(model, budget=...), which hands over what does not compile; train models without a budget "
-        "before or after"
+        f"so that no budget is enforced: {why}. Compile what the loop calls, or use memfit.compile(model, budget=...), "
+        "which hands over what does not compile; train models without a budget before or after"
     )
 
 
