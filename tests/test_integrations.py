@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -270,6 +271,48 @@ def test_a_trainer_whose_model_breaks_into_graphs_keeps_its_bits_and_its_budget(
     assert not any("forward" in vars(module) for name, module in trainer.model.named_modules() if name[-3:] != "mlp")
     assert not trainer.model._forward_pre_hooks
     trainer.evaluate()
+
+
+class _Wide(nn.Module):
+    """What takes the most is in no block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            values = block(values)
+        wide = values.repeat(1, 64)
+        for _ in range(6):
+            wide = nn.functional.dropout(wide.sin().exp(), 0.1, self.training)
+        return wide
+
+
+def test_what_checkpoints_cannot_hold_goes_on_in_eager_mode(caplog: pytest.LogCaptureFixture) -> None:
+    from memfit.eager_mode.eager import Report as EagerReport
+    from memfit.integrations.held import HeldModel
+
+    def train(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(5):
+            model(torch.randn(512, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model, held = _Wide(), HeldModel(bytes_now(CPU) + (20 << 20), "auto", {}, "here")
+    before = copy.deepcopy(model)
+    held.hold(model, why_not_compile="there are ranks")
+    trained = train(model)
+    assert isinstance(held.report(), EagerReport)
+    assert held.ran == 5
+    assert held.most_bytes <= held.budget
+    assert "with all checkpoints, more than the budget of" in caplog.text
+    held.end_training()
+    assert all(map(torch.equal, trained, train(before)))
+    assert not model._forward_pre_hooks
 
 
 def test_a_door_that_does_not_exist_or_lacks_an_option_is_refused() -> None:

@@ -10,7 +10,10 @@ from memfit.checkpointing.explaining import Explanation, explained
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
+from memfit.errors import BudgetNotHeldError
 from memfit.step.hooks import Hook
+from memfit.system.budget import format_bytes
+from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.modules import module_hooks
 
 
@@ -94,6 +97,19 @@ class Checkpointed:
             BudgetNotHeldError: it took too much.
         """
         self._loop.end()
+
+    def why_leave(self) -> str:
+        """Judge the step that ends where a call of the model begins; return why it was not held, empty if it was."""
+        loop = self._loop
+        if loop.contract is None or loop.is_between() or has_modes():
+            return ""
+        try:
+            loop.end()
+        except BudgetNotHeldError as refusal:
+            budget_bytes = loop.contract.budget_bytes
+            took = f"a step took {format_bytes(budget_bytes + refusal.over_bytes)} with all checkpoints"
+            return f"{took}, more than the budget of {format_bytes(budget_bytes)}"
+        return ""
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch from now on, and measure no more: the model can then be compiled."""

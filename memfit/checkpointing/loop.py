@@ -138,7 +138,7 @@ class Loop:
 
     # -- windows
 
-    def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any = None) -> None:  # none: removed in this call
         """Begin a window with a call of the model, unless it is part of the one that is open."""
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return

@@ -73,7 +73,7 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         own = set(model.parameters())
         theirs = [each for each in optimizers if len(models) == 1 or not own.isdisjoint(parameters_of(each))]
         held.append(HeldModel(budget, door, options, _WHERE))
-        held[-1].hold(model, why_not_compile=why)
+        held[-1].hold(model, why_not_compile=why, has_end=False)
         held[-1].follow(*theirs)
     accelerator.memfit = held  # pyright: ignore[reportAttributeAccessIssue] # for their reports
     return prepared

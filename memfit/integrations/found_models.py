@@ -24,16 +24,15 @@ from memfit.doors.checkpoint import checkpoint
 from memfit.dynamo.model import PlannedCalls
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
-from memfit.errors import BudgetNotHeldError, MemfitError, UnsupportedStepError
+from memfit.errors import MemfitError, UnsupportedStepError
+from memfit.integrations.held import AUTO, EAGER, GOES_ON
 from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
-from memfit.system.budget import format_bytes, on_card
+from memfit.system.budget import on_card
 from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.dynamo import is_compiled_soundly
 from memfit.torch_private.modules import CallsSeen, is_compiled, own_call, uncompiled
-
-AUTO, CHECKPOINT, EAGER = "auto", "checkpoint", "eager"
 
 _log = logging.getLogger("memfit")
 
@@ -223,20 +222,14 @@ class Running:
 
     def _judge(self, module: torch.nn.Module) -> None:
         """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much."""
-        (loop,) = loops_of(module)
-        others = [each.loop() for each in self._steered]
-        if loop.contract is None or any(other is not None and other.is_between() for other in others) or has_modes():
-            return
-        try:
-            loop.end()
-        except BudgetNotHeldError as refusal:
-            took = f"a step took {format_bytes(loop.contract.budget_bytes + refusal.over_bytes)} with all checkpoints"
-            of = f"more than the budget of {format_bytes(loop.contract.budget_bytes)}"
-            goes_on = "eager mode, which frees single tensors, goes on"
-            _log.warning("memfit: %s: %s, %s; %s", type(module).__name__, took, of, goes_on)
+        held = [loop for each in self._steered if (loop := each.loop()) is not None]
+        own = next(loop for loop in held if loop.model is module)
+        why = "" if any(loop.is_between() for loop in held) else Checkpointed(own).why_leave()
+        if why and own.contract is not None:
             self._done += [each.close() for each in self._steered]
             self._steered.clear()
-            self._enter(module, took, loop.contract.budget_bytes)
+            _log.warning(GOES_ON, type(module).__name__, why)
+            self._enter(module, why, own.contract.budget_bytes)
 
     def _enter(self, module: torch.nn.Module, why: str, budget: str | int) -> None:
         for hook in self._hooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,8 @@ from memfit.plan import Plan
 from memfit.torch_private.modules import eager_call, is_compiled, own_call
 
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
+GOES_ON = "memfit: %s: %s; eager mode, which frees single tensors, goes on"
+_log = logging.getLogger("memfit")
 _OPTIONS = {
     CHECKPOINT: ("blocks", "budget_is", "chunk_loss", "host_budget"),
     EAGER: ("chunk_loss", "host_budget", "host_dir"),
@@ -55,7 +58,8 @@ class HeldModel:
     Args:
         budget: the bytes for everything on the device.
         door: `compile`: `memfit.compile` plans its calls; `checkpoint`: `memfit.checkpoint` steers torch's checkpoints
-            in them; `eager`: `memfit.eager` is on while it trains; `auto`: compile where it can, else checkpoint.
+            in them; `eager`: `memfit.eager` is on while it trains; `auto`: compile where it can, else checkpoint, and
+            eager where a step has taken more than the budget with all checkpoints.
         options: of the door; with `auto` those of compile and of checkpoint, each of which takes its own.
         where: begins the message of an error.
 
@@ -83,6 +87,7 @@ class HeldModel:
         self.holds_evaluations = door in (AUTO, COMPILE)
         self._by: PlannedCalls | Checkpointed | Eager | None = None
         self._counter: Any = None
+        self._has_end = True
         self._counted = 0
 
     @property
@@ -117,7 +122,13 @@ class HeldModel:
             )
 
     def hold(
-        self, model: torch.nn.Module, *, why_not_compile: str = "", is_training: bool = True, **given: Any
+        self,
+        model: torch.nn.Module,
+        *,
+        why_not_compile: str = "",
+        is_training: bool = True,
+        has_end: bool = True,
+        **given: Any,
     ) -> None:
         """Hold this model from now on, and no other one.
 
@@ -125,6 +136,7 @@ class HeldModel:
             model: if it is trained now, on its device.
             why_not_compile: why compile may not hold it, so that `auto` takes checkpoint at once; empty if it may.
             is_training: whether a training begins; without one only compile holds a model.
+            has_end: whether `end_training` will be called; without an end, `auto` takes no eager mode.
             given: options of compile by the library's settings; the user's go first.
 
         Raises:
@@ -139,7 +151,7 @@ class HeldModel:
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
             return
         self.let_go()
-        self.holds_evaluations = compiles
+        self.holds_evaluations, self._has_end = compiles, has_end
         if not (compiles or is_training):
             return
         self.model = model
@@ -150,14 +162,32 @@ class HeldModel:
             release(model)  # of a run that was broken off
             self._by = compile_in_place(model, options, self._where, otherwise=otherwise)
         elif self._door == EAGER:
-            self._count(model)
-            self._by = eager(model, budget=self.budget, **self._options)
-            self._by.__enter__()
+            self._enter(model, self.budget)
         else:
             self._steer(model, why_not_compile)
 
     def _steer(self, model: torch.nn.Module, why: str) -> None:
         self._by = hand_over(model, {"budget": self.budget, **self._options}, why, self._where)
+        if self._door == AUTO and self._has_end and not any(map(is_compiled, model.modules())):
+            self._counter = model.register_forward_pre_hook(self._judge, prepend=True)
+
+    def _judge(self, model: torch.nn.Module, *_: Any) -> None:
+        """Judge the step before a call, and go on in eager mode where checkpoints take too much."""
+        held = self._by
+        if not isinstance(held, Checkpointed) or not (why := held.why_leave()):
+            return
+        budget_bytes, self._counted = held.report().budget_bytes, self.ran + 1
+        assert budget_bytes is not None
+        held.close()
+        self._counter.remove()
+        _log.warning(GOES_ON, type(model).__name__, why)
+        self._enter(model, budget_bytes)
+
+    def _enter(self, model: torch.nn.Module, budget: str | int) -> None:
+        self._count(model)
+        options = {name: value for name, value in self._options.items() if name in _OPTIONS[EAGER]}
+        self._by = eager(model, budget=budget, **options)
+        self._by.__enter__()
 
     def _fall_back(self, why: str) -> Callable[..., Any]:
         """Let checkpoint hold the model, since compile cannot; return what runs its calls."""
