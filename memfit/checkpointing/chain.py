@@ -23,7 +23,7 @@ class Link:
     Args:
         run: the block's forward pass, of its arguments.
         args, kwargs: of it, without the chained input.
-        place: of the chained input in `args`.
+        place: of the chained input in `args`; None if the call is the first, and has all of its arguments in `args`.
         given: the input, kept or on the host; None if it is what `before` returned.
         before: the call that returned the input.
         device: of the model.
@@ -35,7 +35,7 @@ class Link:
         run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        place: int,
+        place: int | None,
         given: torch.Tensor | OnHost | None,
         before: Link | None,
         device: torch.device,
@@ -68,14 +68,13 @@ class Link:
     def take_input(self) -> torch.Tensor:
         """Return the call's input for the last time."""
         path, link = list[Link](), self
-        while link._given is None and link._again is None:
+        while link._given is None and link._again is None and link._place is not None:
             assert link._before is not None
             path.append(link)
             link = link._before
         tensor = link._there()
         kept = kept_on_the_way(len(path)) if self._is_halved else None
         for distance, later in enumerate(reversed(path), start=1):
-            assert tensor is not None
             tensor = link._output(tensor)
             link = later
             if kept is None or distance in kept:
@@ -89,14 +88,17 @@ class Link:
             return self._given.back().requires_grad_()
         return self._again if self._given is None else self._given
 
-    def _output(self, given: torch.Tensor) -> torch.Tensor:
+    def _output(self, given: torch.Tensor | None) -> torch.Tensor:
         """Run the call again, as the first time, without saving anything; return the output that goes on.
 
         Args:
-            given: its input.
+            given: its input; None of the first.
         """
-        given = given.detach().requires_grad_()
-        args = (*self._args[: self._place], given, *self._args[self._place :])
+        args = self._args
+        if self._place is not None:
+            assert given is not None
+            args = (*args[: self._place], given.detach().requires_grad_(), *args[self._place :])
+        del given
         with ExitStack() as stack:
             stack.enter_context(self._random.again())
             for kind, enabled, dtype in self._casts:

@@ -92,7 +92,8 @@ class LeanRecorder:
         self._cut(None)
         grown = [tensor for tensor in given if tensor.requires_grad]
         before = self._last_output() if self._last_output is not None else None
-        call.follows = len(grown) == 1 and grown[0] is before
+        given_as = [arg is before for arg in args].count(True), any(arg is before for arg in kwargs.values())
+        call.follows = len(grown) == 1 and grown[0] is before and given_as == (1, False)
         if call.follows:
             call.input_bytes = taken_bytes(local(grown[0]).untyped_storage().nbytes(), self.device)
         if is_compiled and self._dividing:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
-from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED
+from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import reach_of
 from memfit.checkpointing.recording import LeanRecorder
@@ -195,8 +195,14 @@ class Steering:
         places = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.requires_grad]
         before, present.link = present.link, None
         is_named = len(places) == 1 and any(value is args[places[0]] for value in kwargs.values())
-        if isinstance(ruling, KeepRule) or len(places) != 1 or is_named:
+        if isinstance(ruling, KeepRule) or (ruling in INPUT_RULES and (len(places) != 1 or is_named)):
             return self._held_checkpoint(present, call, ruling)
+        if len(places) != 1 or is_named:  # the first of a chain: the batch needs no gradient
+            snapshot, link = spot.snapshot(args, kwargs), Link(forward, args, kwargs, None, None, None, self.device)
+            output = self._checkpoint(partial(self._contexts, present, spot, ruling, snapshot), forward, args, kwargs)
+            link.again, present.link = snapshot.again, link
+            link.note_output(output)
+            return output
         (place,) = places
         given, rest = args[place], (*args[:place], *args[place + 1 :])
         is_chained = ruling in CHAINS and before is not None and before.returned(given)
