@@ -86,6 +86,17 @@ def test_a_first_step_at_a_new_size_that_takes_more_than_the_budget_says_so(capl
     assert "more than the budget" in caplog.text and caught.value.over_bytes > 0
 
 
+def test_fit_says_what_measuring_ops_of_a_new_size_takes(caplog: pytest.LogCaptureFixture) -> None:
+    """An op is run on copies of its inputs, of a frozen weight too."""
+    frozen = torch.nn.Linear(1024, 1024).requires_grad_(requires_grad=False)
+    model = torch.nn.Sequential(frozen, torch.nn.Linear(1024, 4))
+    step = memfit.fit(model, lambda model, rows: model(rows).square().mean(), torch.randn(64, 1024), budget="6MiB")
+    assert "measuring the ops" not in caplog.text
+    for rows in (48, 40, 48):
+        step(torch.randn(rows, 1024))
+    assert caplog.text.count("measuring the ops of a new graph took") in (1, 2)  # again only where it took more
+
+
 def test_what_runs_apart_is_left_out_of_the_windows_that_are_open() -> None:
     window = Window(CPU)
     small = torch.empty(1 << 10)

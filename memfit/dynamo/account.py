@@ -195,12 +195,7 @@ class Account:
         taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         if taken > self.budget_bytes:
-            self._warnings.warn(
-                f"measuring the ops of a new graph took {format_bytes(taken)}, more than the budget of "
-                f"{format_bytes(self.budget_bytes)}: each is run by itself, beside what is on the device; its cost is "
-                "kept, so that it is not measured again",
-                "compiling",
-            )
+            self._warnings.warn(self.contract.measuring_text(taken), "compiling")
 
     @contextmanager
     def unjudged(self) -> Iterator[None]:

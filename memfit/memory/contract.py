@@ -271,6 +271,18 @@ class Contract:
             )
         return f"a step {took}; the next one is planned for less"
 
+    def measuring_text(self, taken_bytes: int) -> str:
+        """Return what to say where measuring the ops of a new graph took more than the budget.
+
+        Args:
+            taken_bytes: with what is on the device.
+        """
+        return (
+            f"measuring the ops of a new graph took {format_bytes(taken_bytes)}, more than the budget of "
+            f"{format_bytes(self.budget_bytes)}: each is run by itself, beside what is on the device; its cost is "
+            "kept, so that it is not measured again"
+        )
+
 
 class Warnings:
     """Warnings of one door, the first few of each kind.

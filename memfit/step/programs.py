@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from memfit.capture.stream import Stream
 from memfit.cost.calibration import local_device
 from memfit.cost.observations import Corrections
 from memfit.errors import InvalidOptionError
+from memfit.memory.contract import Contract
 from memfit.memory.host.store import HostStore
 from memfit.memory.step_memory import StepMemory
 from memfit.memory.what_is_left import saying_what_is_left
@@ -33,8 +35,10 @@ from memfit.step.signature import batch_signature
 from memfit.step.state_forms import make_program_of_forms
 from memfit.step.step_program import StepProgram, adds_to_gradients, make_step_program, set_gradients
 from memfit.step.variants import Variant, Variants
-from memfit.system.recorder import empty_cache
+from memfit.system.recorder import empty_cache, watch
 from memfit.torch_private.tensors import tree_flatten, tree_unflatten
+
+_log = logging.getLogger("memfit")
 
 
 class Programs:
@@ -75,7 +79,7 @@ class Programs:
         self._step, self._ranks, self._store = step, ranks, store
         self._memory, self._graphs, self._beside_bytes = memory, graphs, beside_bytes
         self._captures = CapturedSizes(step)
-        self._comparisons = Comparisons()
+        self._comparisons, self._told_bytes = Comparisons(), 0
         self._first_adds: bool | None = None
 
     @property
@@ -114,7 +118,16 @@ class Programs:
             if difference is not None:
                 self.variants.notify(difference)
             self._memory.vacate()  # ops are measured beside what is held
-            return self.add(batch)
+            with watch(self._store.device) as usage:
+                added = self.add(batch)
+            taken_bytes, contract = (
+                self._beside_bytes(batch) + usage.peak_bytes,
+                Contract(added.program.plan.budget_bytes),
+            )
+            if taken_bytes > max(contract.budget_bytes, self._told_bytes):
+                self._told_bytes = taken_bytes
+                _log.warning("memfit: %s", contract.measuring_text(taken_bytes))
+            return added
         assert variant is not None
         better = self.sizes.better(variant.key, variant.program.plan)
         if better is not None:  # was found behind the steps
