@@ -286,7 +286,8 @@ def eager(
     """
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(
-            f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
+            f"budget {budget!r} is a share of a step's peak, and eager mode knows no step before it runs: give bytes, "
+            "or '90% of the card'"
         )
     device = step_device(model, ())
     budget = on_card(budget, lambda: card_of(device))
