@@ -126,6 +126,22 @@ def how_distributed(model: torch.nn.Module, across: Across | None = None) -> tup
     return "", ""
 
 
+def refuse_first_fsdp(model: torch.nn.Module, where: str) -> None:
+    """Raise UnsupportedStepError if a model is under FSDP's first version: blocks lose parameters before recomputation.
+
+    Args:
+        model: any module.
+        where: begins the message.
+    """
+    wrapper = _distributed_kinds()[0].get(_FSDP_1)
+    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
+        raise UnsupportedStepError(
+            f"{where}: the model is wrapped in FSDP's first version, under which a block that is recomputed has lost "
+            "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "
+            "settings, ModelParallelStrategy in Lightning"
+        )
+
+
 def is_over_ranks(model: torch.nn.Module) -> str:
     """Return in a clause how several processes train a model; empty if they do not, or by DataParallel in one."""
     what, kind = how_distributed(model)

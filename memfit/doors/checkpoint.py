@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.step_check import refuse_first_fsdp
 from memfit.checkpointing.blocks import find_all
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
@@ -74,12 +75,13 @@ def checkpoint(
         HostMemoryError: the host, or the disk, has no room for the host budget.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
         InvalidFileError: a policy that cannot be read.
-        UnsupportedStepError: `chunk_loss` of a head whose weight is sharded; at the first call of the model, a block
-            cannot be recomputed.
+        UnsupportedStepError: a model under FSDP's first version; `chunk_loss` of a head whose weight is sharded; at the
+            first call of the model, a block cannot be recomputed.
         BudgetNotHeldError: at a call of the model, where the last step took too much.
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
+    refuse_first_fsdp(model, "memfit.checkpoint")
     device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
