@@ -133,10 +133,9 @@ def refuse_first_fsdp(model: torch.nn.Module, where: str) -> None:
         model: any module.
         where: begins the message.
     """
-    wrapper = _distributed_kinds()[0].get(_FSDP_1)
-    if wrapper is not None and any(isinstance(module, wrapper) for module in model.modules()):
+    if any(hasattr(each, "_fsdp_flattened") for each in model.parameters()):  # a wrapper around the model shows, too
         raise UnsupportedStepError(
-            f"{where}: the model is wrapped in FSDP's first version, under which a block that is recomputed has lost "
+            f"{where}: the model is under FSDP's first version, where a block that is recomputed has lost "
             "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "
             "settings, ModelParallelStrategy in Lightning"
         )
