@@ -53,13 +53,13 @@ def compile(
         InvalidOptionError, InvalidBudgetError: a value that cannot be read.
         UnsupportedStepError: a model under DataParallel, or an optimizer that evaluates the loss itself.
 
-    Guarantees: a call with gradients runs as one planned graph. At the first one that PyTorch's compiler cannot take in
-    as one graph, `memfit.checkpoint` takes over with the same budget, which one line says. It holds a model under FSDP
-    or tensor parallelism from the beginning. Inside of DistributedDataParallel the module is planned, and DDP reduces
-    the gradients. A call without gradients runs unplanned (with Inductor's kernels as `torch.compile` runs it), and
-    raises OverBudgetError if it takes more than the budget. An update that takes more raises InfeasibleBudgetError. If
-    forward, loss and backward take more than was planned, a warning says so, and they are planned again for less; after
-    three times that raises BudgetNotHeldError. A soft budget only warns.
+    Guarantees: a call with gradients runs as one planned graph. At the first call that PyTorch's compiler does not
+    enter, or breaks into several graphs, `memfit.checkpoint` takes over with the same budget, which one line says. It
+    holds a model under FSDP or tensor parallelism from the beginning. Inside of DistributedDataParallel the module is
+    planned, and DDP reduces the gradients. A call without gradients runs unplanned (with Inductor's kernels as
+    `torch.compile` runs it), and raises OverBudgetError if it takes more than the budget. An update that takes more
+    raises InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
+    are planned again for less; after three times that raises BudgetNotHeldError. A soft budget only warns.
     """
     given = {"budget": budget, **options}
     if chunk_loss:
