@@ -44,8 +44,24 @@ def checkpoint(
         list[str] | None,
         typer.Option("--blocks", metavar="PATTERN", help="Names of the blocks, such as 'layers.*'; may be repeated."),
     ] = None,
-    host_budget: options.HostBudget = None,
-    budget_is: options.BudgetIs = FIRM,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--host-budget",
+            metavar="SIZE",
+            help="The bytes that inputs of blocks may take on the host: pinned memory for a model on a GPU, a file in "
+            "the system's temporary directory for one on a CPU.",
+        ),
+    ] = None,
+    budget_is: Annotated[
+        str,
+        typer.Option(
+            "--budget-is",
+            metavar="firm|soft",
+            help="firm: a step that takes more than the budget, with as little kept as can be, is an error; soft: a "
+            "warning.",
+        ),
+    ] = FIRM,
     set_: options.WorkloadOptions = None,
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="POLICY", help="Write the policy to this file (JSON).")
