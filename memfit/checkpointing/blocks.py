@@ -13,7 +13,8 @@ from memfit.errors import InvalidOptionError
 Named = tuple[str, torch.nn.Module]
 NO_BLOCKS = (
     "no blocks of the model were found that can be recomputed: name them, as memfit.checkpoint(..., "
-    "blocks=['encoder.layers.*', 'decoder.*']), or use memfit.eager, which needs none"
+    "blocks=['encoder.layers.*', 'decoder.*']), or use eager mode (memfit.eager, memfit run --door eager), which needs "
+    "none"
 )
 _LEAST_MEMBERS = 2
 _LEAST_PIECES = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +116,12 @@ def _train(step: TrainingStep, handle: Checkpointed, steps: int, stop_if_interru
     handle.end_step()
 
 
+def _blocks_text(blocks: Sequence[str]) -> str:
+    if not blocks:
+        return "none found, so that nothing is recomputed; name them with --blocks"
+    return f"{len(blocks)}, from {blocks[0]} to {blocks[-1]}"
+
+
 def _answer(target: str, device: str, policy: dict[str, Any], found: Report, save: Path | None) -> Answer:
     size = found.sizes[0]
     last = found.windows[-1]
@@ -131,7 +138,7 @@ def _answer(target: str, device: str, policy: dict[str, Any], found: Report, sav
     }
     rows = {
         "budget": "-" if found.budget_bytes is None else format_bytes(found.budget_bytes),
-        "blocks": f"{len(found.blocks)}, from {found.blocks[0]} to {found.blocks[-1]}",
+        "blocks": _blocks_text(found.blocks),
         "kept": size.kinds_text(),
         "peak": f"{format_bytes(last.taken_bytes)} measured, {format_bytes(size.planned.predicted_bytes)} predicted",
         "recomputed": f"{seconds_text(size.planned.seconds)} of each step (predicted)",
