@@ -296,6 +296,13 @@ def test_models_across_ranks_are_refused() -> None:
             check_step(step, "here")
 
 
+@pytest.mark.parametrize("door", ["checkpoint", "compile", "eager"])
+def test_each_door_says_that_what_it_is_given_is_no_model(door: str) -> None:
+    call: Callable[..., object] = getattr(memfit, door)
+    with pytest.raises(InvalidTargetError, match=f"memfit.{door}: model is a str, expected a torch.nn.Module"):
+        call("model.pt", budget="1GiB")
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_fsdps_first_version_is_refused_by_each_door_with_the_second_one_as_the_remedy() -> None:

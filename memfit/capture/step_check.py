@@ -126,6 +126,17 @@ def how_distributed(model: torch.nn.Module, across: Across | None = None) -> tup
     return "", ""
 
 
+def require_module(model: object, where: str) -> None:
+    """Raise InvalidTargetError if what is given as a model is none.
+
+    Args:
+        model: anything.
+        where: begins the message.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTargetError(f"{where}: model is a {_kind(model)}, expected a torch.nn.Module")
+
+
 def refuse_first_fsdp(model: torch.nn.Module, where: str) -> None:
     """Raise UnsupportedStepError if a model is under FSDP's first version: blocks lose parameters before recomputation.
 
@@ -161,8 +172,7 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
 
 
 def _check_kinds(step: TrainingStep, where: str) -> None:
-    if not isinstance(step.model, torch.nn.Module):
-        raise InvalidTargetError(f"{where}: model is a {_kind(step.model)}, expected a torch.nn.Module")
+    require_module(step.model, where)
     if isinstance(step.model, torch.jit.ScriptModule):
         raise UnsupportedStepError(f"{where}: model is a script of torch.jit; give the module that it was made from")
     scripts = scripts_in(step.model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.step_check import refuse_first_fsdp
+from memfit.capture.step_check import refuse_first_fsdp, require_module
 from memfit.checkpointing.blocks import find_all
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
@@ -71,6 +71,7 @@ def checkpoint(
             that they are never whole: True finds the head, or name it. Last bits differ.
 
     Raises:
+        InvalidTargetError: no module.
         InvalidBudgetError: no size.
         HostMemoryError: the host, or the disk, has no room for the host budget.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
@@ -81,6 +82,7 @@ def checkpoint(
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
+    require_module(model, "memfit.checkpoint")
     refuse_first_fsdp(model, "memfit.checkpoint")
     device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
