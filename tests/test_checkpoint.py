@@ -741,6 +741,22 @@ def test_command(run: Any, tmp_path: Path) -> None:
     assert status == 2 and "--steps" in err
 
 
+def test_command_for_a_model_without_blocks(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "single.py"
+    path.write_text(
+        "import torch, memfit\n"
+        "def make_step():\n"
+        "    model = torch.nn.Linear(8, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    batch = torch.randn(16, 8), torch.randn(16, 4)\n"
+        "    return memfit.TrainingStep(model=model, loss=torch.nn.MSELoss(), batch=batch, optimizer=optimizer)\n"
+    )
+    status, out, _ = run("checkpoint", f"{path}:make_step", "--budget", "1MiB")
+    assert status == 0 and "name them with --blocks" in " ".join(out.split())
+    status, _, err = run("checkpoint", f"{path}:make_step", "--budget", "1KiB")
+    assert status == 3 and err.count("memfit.eager") == 1
+
+
 def test_a_copy_and_a_pickled_model_are_not_steered() -> None:
     model = mlps()
     with memfit.checkpoint(model, "1GiB") as handle:

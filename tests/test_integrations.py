@@ -321,7 +321,7 @@ def test_a_door_that_does_not_exist_or_lacks_an_option_is_refused() -> None:
 
     with pytest.raises(InvalidOptionError, match="'auto', 'compile', 'checkpoint', 'eager'"):
         MemfitCallback("1GiB", door="window")
-    with pytest.raises(InvalidOptionError, match="has no option 'planner', but blocks, budget_is"):
+    with pytest.raises(InvalidOptionError, match="has no option 'planner'; it has blocks, budget_is"):
         MemfitCallback("1GiB", door="checkpoint", planner="none")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memfit.commands.run import main
-from memfit.errors import BudgetNotHeldError, UnsupportedStepError
+from memfit.errors import BudgetNotHeldError, OverBudgetError, UnsupportedStepError
 from memfit.integrations.found_models import HeldReport, Running
 from memfit.system.script import Script
 
@@ -397,13 +397,14 @@ def test_an_update_that_no_call_was_seen_for_is_refused(running: Running) -> Non
     assert running.end() == []
 
 
-def test_a_budget_that_no_plan_keeps_is_refused() -> None:
-    running = Running("1MiB")
+@pytest.mark.parametrize(("door", "refusal"), [("checkpoint", BudgetNotHeldError), ("auto", OverBudgetError)])
+def test_a_budget_that_no_plan_keeps_is_refused(door: str, refusal: type[OverBudgetError]) -> None:
+    running = Running("1MiB", door=door)
     running.begin()
-    with pytest.raises(BudgetNotHeldError) as raised:
+    with pytest.raises(refusal) as raised:
         _train(_Model(), steps=3)
         running.end()
-    (found,) = running.end(raised.value)
+    found, *_ = running.end(raised.value)
     assert found.shown().over == found.shown().steps
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_line import without_progress
 
+import memfit
 from memfit import Graph, TrainingStep
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import check_step
@@ -293,6 +294,29 @@ def test_models_across_ranks_are_refused() -> None:
         step = TrainingStep(model=model, loss=LOSS, batch=BATCH)
         with pytest.raises(UnsupportedStepError, match=f"here: {message}; memfit plans only bare models"):
             check_step(step, "here")
+
+
+@pytest.mark.parametrize("door", ["checkpoint", "compile", "eager"])
+def test_each_door_says_that_what_it_is_given_is_no_model(door: str) -> None:
+    call: Callable[..., object] = getattr(memfit, door)
+    with pytest.raises(InvalidTargetError, match=f"memfit.{door}: model is a str, expected a torch.nn.Module"):
+        call("model.pt", budget="1GiB")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdps_first_version_is_refused_by_each_door_with_the_second_one_as_the_remedy() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = torch.nn.Sequential(FullyShardedDataParallel(torch.nn.Linear(4, 2), device_id=torch.device("cpu")))
+    doors: list[Callable[[], object]] = [
+        lambda: memfit.checkpoint(model, "1GiB"),
+        lambda: memfit.compile(model, budget="1GiB"),
+        lambda: memfit.fit(model, LOSS, BATCH, budget="1GiB"),
+    ]
+    for door in doors:
+        with pytest.raises(UnsupportedStepError, match=r"FSDP.* apply fully_shard \(FSDP2\) in its place"):
+            door()
 
 
 def test_importing_a_target_that_trains_is_refused_by_its_line(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ class DataParallel(Across):
     ) -> None:
         super().__init__(group)
         if self.rank < 0:
-            raise InvalidOptionError(f"this process is not in the process group; its rank is {dist.get_rank()}")
+            raise InvalidOptionError(
+                f"process_group does not have this process (rank {dist.get_rank()}): call memfit.fit on its ranks alone"
+            )
         self.broadcasts_buffers = broadcasts_buffers
         self._limits_bytes = limits_bytes or (first_bucket_bytes(), BUCKET_BYTES)
         self._ddp = ddp
@@ -216,7 +218,9 @@ def data_parallel(
         return model, None if group is None else DataParallel(group)
     own: Any = model.process_group
     if group is not None and group is not own:
-        raise InvalidOptionError("process_group differs from that of the DistributedDataParallel model")
+        raise InvalidOptionError(
+            "process_group differs from that of the DistributedDataParallel model: leave it out, the model has its own"
+        )
     _require_plain(model)
     cap_bytes = model.bucket_bytes_cap
     first_bytes = first_bucket_bytes() if model.bucket_bytes_cap_default else cap_bytes
@@ -258,7 +262,10 @@ def _bucket(parameters: Sequence[tuple[str, torch.Tensor]]) -> Bucket:
     offset = 0
     for name, parameter in parameters:
         if parameter.is_complex():
-            raise UnsupportedStepError(f"parameter {name!r} is complex; memfit reduces gradients of real numbers only")
+            raise UnsupportedStepError(
+                f"memfit.fit: parameter {name!r} is complex, and a planned step reduces gradients of real numbers "
+                f"only: {BY_CHECKPOINT}"
+            )
         shape = tuple(parameter.shape)
         stride = parameter.stride() if fills_memory(parameter) else contiguous_strides(shape)
         slices.append(Slice(name, shape, tuple(stride), offset))

@@ -185,7 +185,10 @@ def fully_sharded(model: torch.nn.Module, group: dist.ProcessGroup | None) -> Fu
         )
     sharded = FullySharded(model, groups)
     if group is not None and group is not sharded.group:
-        raise InvalidOptionError("process_group differs from that of the mesh that the model is sharded over")
+        raise InvalidOptionError(
+            "process_group differs from that of the mesh that the model is sharded over: leave it out, the mesh has "
+            "its own"
+        )
     return sharded
 
 

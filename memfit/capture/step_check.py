@@ -126,6 +126,32 @@ def how_distributed(model: torch.nn.Module, across: Across | None = None) -> tup
     return "", ""
 
 
+def require_module(model: object, where: str) -> None:
+    """Raise InvalidTargetError if what is given as a model is none.
+
+    Args:
+        model: anything.
+        where: begins the message.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidTargetError(f"{where}: model is a {_kind(model)}, expected a torch.nn.Module")
+
+
+def refuse_first_fsdp(model: torch.nn.Module, where: str) -> None:
+    """Raise UnsupportedStepError if a model is under FSDP's first version: blocks lose parameters before recomputation.
+
+    Args:
+        model: any module.
+        where: begins the message.
+    """
+    if any(hasattr(each, "_fsdp_flattened") for each in model.parameters()):  # a wrapper around the model shows, too
+        raise UnsupportedStepError(
+            f"{where}: the model is under FSDP's first version, where a block that is recomputed has lost "
+            "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "
+            "settings, ModelParallelStrategy in Lightning"
+        )
+
+
 def is_over_ranks(model: torch.nn.Module) -> str:
     """Return in a clause how several processes train a model; empty if they do not, or by DataParallel in one."""
     what, kind = how_distributed(model)
@@ -146,8 +172,7 @@ def _distributed_kinds() -> tuple[dict[str, type], tuple[type, ...]]:
 
 
 def _check_kinds(step: TrainingStep, where: str) -> None:
-    if not isinstance(step.model, torch.nn.Module):
-        raise InvalidTargetError(f"{where}: model is a {_kind(step.model)}, expected a torch.nn.Module")
+    require_module(step.model, where)
     if isinstance(step.model, torch.jit.ScriptModule):
         raise UnsupportedStepError(f"{where}: model is a script of torch.jit; give the module that it was made from")
     scripts = scripts_in(step.model)

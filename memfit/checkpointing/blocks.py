@@ -13,9 +13,11 @@ from memfit.errors import InvalidOptionError
 Named = tuple[str, torch.nn.Module]
 NO_BLOCKS = (
     "no blocks of the model were found that can be recomputed: name them, as memfit.checkpoint(..., "
-    "blocks=['encoder.layers.*', 'decoder.*']), or use memfit.eager, which needs none"
+    "blocks=['encoder.layers.*', 'decoder.*']), or use eager mode (memfit.eager, memfit run --door eager), which needs "
+    "none"
 )
 _LEAST_MEMBERS = 2
+_MOST_NAMED = 8  # in a message
 _LEAST_PIECES = 2
 
 
@@ -189,8 +191,11 @@ def _matching(named: Sequence[Named], patterns: Sequence[str]) -> list[Named]:
     for pattern in patterns:
         matched = {name: module for name, module in named if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
-            some = ", ".join(name for name, _ in named[:8])
-            raise InvalidOptionError(f"blocks: no module is named {pattern!r}; the model has {some}, ...")
+            names = [name for name, _ in named if name]
+            some = (
+                f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}" or "no modules inside"
+            )
+            raise InvalidOptionError(f"blocks: no module is named {pattern!r}; the model has {some}")
         found |= matched
     return [(name, module) for name, module in named if name in found]
 

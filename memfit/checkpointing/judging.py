@@ -127,7 +127,8 @@ class Judge:
                 self._plans.race(shape, seconds)
         elif isinstance(verdict, Refused):
             refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
-            instead = f"{_UNCOMPILED if self._compiled else ''}{IN_EAGER_MODE}"
+            uncompiled = _UNCOMPILED if self._compiled else ""
+            instead = f"{uncompiled}{IN_EAGER_MODE}" if self._plans.blocks else ""  # which `NO_BLOCKS` names
             error = own.refusal(refused, self._why_refused(shape), instead)
             if contract.is_firm and not shape.is_refused:
                 shape.is_refused = True

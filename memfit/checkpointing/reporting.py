@@ -59,8 +59,8 @@ class SizeReport:
         bound = f", at least {self.planned.bound_seconds * 1e3:.1f} ms" if self.planned.bound_seconds else ""
         return (
             f"{self.numel:,} elements{later}: {self.kinds_text()}; took {format_bytes(self.most_bytes)}, "
-            f"{format_bytes(self.planned.predicted_bytes)} predicted; {self.planned.seconds * 1e3:.1f} ms are computed "
-            f"again{bound}; most in {self.planned.peak_is_in}; plan {self.plans}"
+            f"{format_bytes(self.planned.predicted_bytes)} predicted; {self.planned.seconds * 1e3:.1f} ms "
+            f"recomputed{bound}; most in {self.planned.peak_is_in}; plan {self.plans}"
         )
 
 

@@ -111,7 +111,9 @@ def _projections_of(model: torch.nn.Module, head: str | bool) -> dict[str, torch
     found = {name: each for name, each in inside.items() if each.out_features == width}
     for name, each in found.items():
         if "weight" in getattr(each, "parametrizations", {}):
-            raise UnsupportedStepError(f"chunk_loss: the weight of {name} is computed by a parametrization")
+            raise UnsupportedStepError(
+                f"chunk_loss: the weight of {name} is computed by a parametrization; leave chunk_loss out"
+            )
         if is_sharded(each.weight):
             raise UnsupportedStepError(
                 f"chunk_loss: the weight of {name} is sharded (a DTensor), and is not there after its forward pass; "

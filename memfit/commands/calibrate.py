@@ -35,9 +35,11 @@ def calibrate(
     """
     from memfit.compile_ahead import compile_ahead
     from memfit.cost.calibration import calibrate as measure_device
+    from memfit.cost.environment import find_device
     from memfit.system.recorder import record
 
     with working() as work:
+        find_device(device)
         work.stage("compiling")
         compile_ahead()
         with record(device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +45,24 @@ def checkpoint(
         list[str] | None,
         typer.Option("--blocks", metavar="PATTERN", help="Names of the blocks, such as 'layers.*'; may be repeated."),
     ] = None,
-    host_budget: options.HostBudget = None,
-    budget_is: options.BudgetIs = FIRM,
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--host-budget",
+            metavar="SIZE",
+            help="The bytes that inputs of blocks may take on the host: pinned memory for a model on a GPU, a file in "
+            "the system's temporary directory for one on a CPU.",
+        ),
+    ] = None,
+    budget_is: Annotated[
+        str,
+        typer.Option(
+            "--budget-is",
+            metavar="firm|soft",
+            help="firm: a step that takes more than the budget, with as little kept as can be, is an error; soft: a "
+            "warning.",
+        ),
+    ] = FIRM,
     set_: options.WorkloadOptions = None,
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="POLICY", help="Write the policy to this file (JSON).")
@@ -99,6 +116,12 @@ def _train(step: TrainingStep, handle: Checkpointed, steps: int, stop_if_interru
     handle.end_step()
 
 
+def _blocks_text(blocks: Sequence[str]) -> str:
+    if not blocks:
+        return "none found, so that nothing is recomputed; name them with --blocks"
+    return f"{len(blocks)}, from {blocks[0]} to {blocks[-1]}"
+
+
 def _answer(target: str, device: str, policy: dict[str, Any], found: Report, save: Path | None) -> Answer:
     size = found.sizes[0]
     last = found.windows[-1]
@@ -115,7 +138,7 @@ def _answer(target: str, device: str, policy: dict[str, Any], found: Report, sav
     }
     rows = {
         "budget": "-" if found.budget_bytes is None else format_bytes(found.budget_bytes),
-        "blocks": f"{len(found.blocks)}, from {found.blocks[0]} to {found.blocks[-1]}",
+        "blocks": _blocks_text(found.blocks),
         "kept": size.kinds_text(),
         "peak": f"{format_bytes(last.taken_bytes)} measured, {format_bytes(size.planned.predicted_bytes)} predicted",
         "recomputed": f"{seconds_text(size.planned.seconds)} of each step (predicted)",

@@ -37,9 +37,13 @@ memfit doctor --json
 _PACKAGES = ("torch", "numpy", "numba", "ortools", "msgspec", "rich", "typer")
 _OPTIONAL = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed", "safetensors")
 _VARIABLES = (
-    *("MEMFIT_CACHE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"),
+    *("MEMFIT_CACHE", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT", "CC", "CXX", "CUDA_HOME", "CUDA_PATH"),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
-    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "TMPDIR"),
+    *("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TMPDIR", "BROWSER_PATH"),
+)
+_WITHOUT_RECORDER = (
+    "on a CPU memfit.fit takes its peaks from torch's profiler, and memfit.checkpoint, memfit.eager and memfit run are "
+    "refused"
 )
 _FEW_FREE_BYTES = 1 << 30  # on the disk of the cache
 
@@ -129,7 +133,7 @@ def _off(devices: Sequence[dict[str, Any]], libraries: dict[str, str], cache: di
     found = [] if devices else ["torch is not installed: graph files can be planned, and nothing can run"]
     for name, file in libraries.items():
         if file.startswith("off: "):
-            instead = "peaks on the CPU come from torch's profiler" if name == "recorder" else "steps run without it"
+            instead = _WITHOUT_RECORDER if name == "recorder" else "steps run without it"
             found.append(f"{name}: {file.removeprefix('off: ')}; {instead}; install g++, or name a compiler in CXX")
     for device in devices:
         if not device["is_calibrated"]:

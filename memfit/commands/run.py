@@ -67,16 +67,25 @@ def run(
         typer.Option(
             "--door",
             metavar="auto|checkpoint|eager",
-            help="What holds the models: memfit.checkpoint, memfit.eager, or the first of them that can.",
+            help="What holds the models: memfit.checkpoint, memfit.eager, or auto: the first of them that can.",
         ),
     ] = "auto",
     host_budget: Annotated[
         str | None,
-        typer.Option("--host-budget", metavar="SIZE", help="Bytes that may leave the device, as for that door."),
+        typer.Option(
+            "--host-budget",
+            metavar="SIZE",
+            help="Bytes that inputs of blocks (in eager mode: what autograd saved) may take on the host: pinned memory "
+            "for a model on a GPU, a file in the system's temporary directory for one on a CPU.",
+        ),
     ] = None,
     budget_is: Annotated[
         str,
-        typer.Option("--budget-is", metavar="firm|soft", help="soft: a step over the budget is only a warning."),
+        typer.Option(
+            "--budget-is",
+            metavar="firm|soft",
+            help="soft: a step over the budget is only a warning (not in eager mode).",
+        ),
     ] = "firm",
     chunk_loss: Annotated[bool, typer.Option("--chunk-loss", help=HELP)] = False,
     report: Annotated[

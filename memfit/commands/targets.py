@@ -69,7 +69,7 @@ def resolve(
         if ranks is None:
             return graph
         raise InvalidTargetError(
-            f"{target} is a graph of one rank, whose collectives it has or has not; --ranks is for a workload or "
+            f"{target} is a graph file, which was captured for one number of ranks; --ranks needs a workload or "
             "path/to/file.py:function"
         )
     raise InvalidTargetError(_explain(target))

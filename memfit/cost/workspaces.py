@@ -58,7 +58,11 @@ class Workspaces:
         sizes = {storage_key(fake): fake.untyped_storage().nbytes() for fake in tensors_in((args, kwargs))}
         free = free_bytes(self._device)
         if free is not None and sum(sizes.values()) > free:
-            _log.warning("memfit: the workspace of %s is not known, for which %s has no room", operator, self._device)
+            _log.warning(
+                "memfit: the workspace of %s is left out of the plan: %s has no room to run it once and measure it",
+                operator,
+                self._device,
+            )
             return 0
         storages: dict[int, torch.Tensor] = {}
 

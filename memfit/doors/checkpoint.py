@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.step_check import refuse_first_fsdp, require_module
 from memfit.checkpointing.blocks import find_all
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
@@ -50,8 +51,8 @@ def checkpoint(
         {'32': {'0': 'none', '1': 'none', '2': 'none'}}
         >>> handle.close()
 
-    The loop stays as it is. In the first steps all blocks are recomputed in the backward pass, and it is noted what
-    they do; from the second step after the optimizer's first one a plan says what is kept. What steps take is measured
+    The loop stays as it is. In the first steps all blocks are recomputed in the backward pass, and memfit records what
+    they do. From the second step after the optimizer's first one a plan says what is kept. What steps take is measured,
     and corrects the plan. Results, gradients, buffers and random streams are those of the loop without it.
 
     Args:
@@ -61,25 +62,28 @@ def checkpoint(
         policy: from `policy()`, or a JSON file with it, in the place of plans.
         blocks: names of modules, or patterns of them such as `encoder.layers.*`, in the place of those that are found.
             Where none are found, steps are held to the budget as they are, and one above it is refused.
-        host_budget: the bytes that inputs of blocks may take on the host, as text or in bytes: pinned memory for one
-            on a GPU, a file on a CPU. Copies run beside compute; they are made where they cost less time than
-            recomputing what they free.
+        host_budget: the bytes that inputs of blocks may take on the host, as text or in bytes: in pinned memory for a
+            model on a GPU, in a file on a disk for one on a CPU. Copies run beside compute; they are made where they
+            cost less time than recomputing what they free.
         budget_is: `firm`: a step that took more than the budget, although all was recomputed, is an error at the
             next call of the model; `soft`: it is a warning.
         chunk_loss: compute the logits of the model's head, and what the loss makes of them, some rows at a time, so
             that they are never whole: True finds the head, or name it. Last bits differ.
 
     Raises:
+        InvalidTargetError: no module.
         InvalidBudgetError: no size.
         HostMemoryError: the host, or the disk, has no room for the host budget.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
         InvalidFileError: a policy that cannot be read.
-        UnsupportedStepError: `chunk_loss` of a head whose weight is sharded; at the first call of the model, a block
-            cannot be recomputed.
+        UnsupportedStepError: a model under FSDP's first version; `chunk_loss` of a head whose weight is sharded; at the
+            first call of the model, a block cannot be recomputed.
         BudgetNotHeldError: at a call of the model, where the last step took too much.
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
+    require_module(model, "memfit.checkpoint")
+    refuse_first_fsdp(model, "memfit.checkpoint")
     device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
@@ -88,7 +92,10 @@ def checkpoint(
     given = None if policy is None else read_policy(policy)
     head = ChunkedHead(uncompiled(model), chunk_loss) if chunk_loss else None
     if head is not None and is_compiled(model):
-        raise UnsupportedStepError("memfit.checkpoint: chunk_loss needs a model that is not compiled as a whole")
+        raise UnsupportedStepError(
+            "memfit.checkpoint: chunk_loss needs a model that is not compiled as a whole; compile its blocks by "
+            "themselves, or leave chunk_loss out"
+        )
     is_sharded = any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__)
     loop = Loop(
         model,

@@ -42,7 +42,8 @@ def compile(
 
     Args:
         model: is changed in place, like `model.compile(...)`: its parameters, its class and its `state_dict` stay.
-        budget: the bytes for everything on the device during a step: `"6GiB"`, or an integer.
+        budget: the bytes for everything on the device during a step: `"6GiB"`, `"90% of the card"`, or an integer. A
+            percentage of the peak is refused: loss and optimizer are not known yet.
         optimizer: counts the state that its first step will make, and holds its updates to the budget.
         chunk_loss: as for `memfit.checkpoint`, which then holds the model: its logits leave a compiled graph whole.
         options: how plans are searched, and calls are run; see `memfit.options.CompileOptions`.
@@ -52,14 +53,13 @@ def compile(
         InvalidOptionError, InvalidBudgetError: a value that cannot be read.
         UnsupportedStepError: a model under DataParallel, or an optimizer that evaluates the loss itself.
 
-    Guarantees: a call with gradients runs as one planned graph. At the first one that PyTorch's compiler cannot take in
-    as one, `memfit.checkpoint` takes over with the same budget, which one line says; of a model under FSDP or tensor
-    parallelism, from the beginning. Inside of DistributedDataParallel the module is planned, and DDP reduces the
-    gradients. A call without gradients runs
-    unplanned (with Inductor's kernels as `torch.compile` runs it), and raises OverBudgetError if it takes more than
-    the budget. An update that takes more raises InfeasibleBudgetError. If forward, loss and backward take more than was
-    planned, a warning says so, and they are planned again for less; after three times it raises BudgetNotHeldError. A
-    soft budget only warns.
+    Guarantees: a call with gradients runs as one planned graph. At the first call that PyTorch's compiler does not
+    enter, or breaks into several graphs, `memfit.checkpoint` takes over with the same budget, which one line says. It
+    holds a model under FSDP or tensor parallelism from the beginning. Inside of DistributedDataParallel the module is
+    planned, and DDP reduces the gradients. A call without gradients runs unplanned (with Inductor's kernels as
+    `torch.compile` runs it), and raises OverBudgetError if it takes more than the budget. An update that takes more
+    raises InfeasibleBudgetError. If forward, loss and backward take more than was planned, a warning says so, and they
+    are planned again for less; after three times that raises BudgetNotHeldError. A soft budget only warns.
     """
     given = {"budget": budget, **options}
     if chunk_loss:

@@ -45,7 +45,7 @@ def fit_function(
         state: an example of a state: tensors in nested tuples, lists and dicts.
         batch: an example of what each call gets beside the state: the data, say.
         budget: the bytes that a call may use on its device, state and batch included: `"6GiB"`, `"60%"` of the
-            function's own peak, or an integer.
+            function's own peak, `"90% of the card"`, or an integer.
         plan: a plan made before (or its file), used instead of searching.
         verify: compare planned and eager calls, and raise at the first leaf of the state that differs.
         options: how plans are searched and calls are run; see `memfit.options.FunctionOptions`. Planners that plan by

@@ -115,9 +115,9 @@ def refuse_retained_graph() -> None:
         return
     if torch.is_grad_enabled():
         raise UnsupportedStepError(
-            "a gradient with create_graph=True: the backward pass of a planned graph has no derivative; memfit.eager "
-            "holds the budget of such a loop, and memfit.fit, given a loss that takes the gradient inside "
-            "(memfit.checkpoint keeps what it recomputes until the outer pass ends)"
+            "a gradient with create_graph=True: the backward pass of a planned graph has no derivative; train under "
+            "memfit.eager, or give memfit.fit a loss that takes the gradient inside (memfit.checkpoint takes such "
+            "loops, too, but keeps what it recomputes until the outer pass ends)"
         )
     raise UnsupportedStepError(
         "backward with retain_graph=True: a planned graph frees activations as backward consumes them; call backward "
@@ -141,7 +141,10 @@ def refuse_other_autocast(is_expected: bool) -> None:
             "block, as torch advises, or give backward_autocast=True"
         )
     if is_expected and not any_autocast():
-        raise UnsupportedStepError("backward outside of torch.autocast, although backward_autocast=True was given")
+        raise UnsupportedStepError(
+            "backward outside of torch.autocast, although backward_autocast=True was given: leave that option out, or "
+            "call backward inside of the block that forward runs in"
+        )
 
 
 def refuse_casts_inside(joint: torch.fx.GraphModule, module: torch.fx.GraphModule, is_in_autocast: bool) -> None:

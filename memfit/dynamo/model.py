@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.step_check import check_initialized, check_not_distributed
+from memfit.capture.step_check import check_initialized, check_not_distributed, require_module
 from memfit.dynamo.account import Account
 from memfit.dynamo.backend import PlannedGraph
 from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
@@ -78,8 +78,7 @@ class PlannedCalls:
         *,
         otherwise: Callable[[str], Callable[..., Any]] | None = None,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise InvalidTargetError(f"{where}: model is a {type(model).__name__}, expected a torch.nn.Module")
+        require_module(model, where)
         if is_compiled(model):
             raise InvalidTargetError(f"{where}: the model is compiled already; give the module as it was before")
         check_not_distributed(model, where)

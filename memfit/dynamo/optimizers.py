@@ -81,7 +81,7 @@ class Optimizers:
             raise UnsupportedStepError(
                 "the optimizer is about to step, and no call of the model was planned since its last step: the loop "
                 "calls a part of the model, or `model.forward`, in the place of `model(...)`; plan the module that the "
-                "loop calls"
+                "loop calls, or train under memfit.checkpoint, whose loops may call parts"
             )
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _given: Any, _named: Any) -> None:

@@ -132,8 +132,8 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     if fitted.fits or is_least:
         return fitted.made
     raise InfeasibleBudgetError(
-        f"what runs between the halves takes {outside.between_bytes} bytes beside what the graph keeps for backward, "
-        "and no plan was found that keeps so little",
+        f"what the loop runs between forward and backward (the loss) takes {outside.between_bytes} bytes beside what "
+        "the graph keeps for backward, and no plan was found that keeps so little",
         least_budget_found_bytes=fitted.sizes.taken_bytes,
         least_budget_bound_bytes=0,
     )

@@ -63,8 +63,8 @@ def read_options(
     budget = on_card(options["budget"], lambda: card_of(device))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidOptionError(
-            f"budget {budget!r}: a share of the unplanned peak is not known before loss and optimizer are; give "
-            "bytes, or use memfit.fit"
+            f"budget {budget!r}: the peak is not known before loss and optimizer are; give bytes or '90% of the card', "
+            "or use memfit.checkpoint or memfit.fit, which take a share of the peak"
         )
     settings = settings_from(parse_budget(budget, 0), given)
     if device is not None:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
+from memfit.capture.step_check import require_module
 from memfit.capture.under_modes import gradients_that_differ
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.cost.calibration import card_of
@@ -275,6 +276,7 @@ def eager(
             that they are never whole: True finds the head, or name it. Last bits differ.
 
     Raises:
+        InvalidTargetError: no module.
         InvalidBudgetError: no positive size; a percentage has no meaning here.
         InvalidOptionError: `host_dir` is no path, or is given without a host budget.
         HostMemoryError: at the block's entry, where the host or the disk has no room for the host budget; in the
@@ -284,9 +286,11 @@ def eager(
             planned step, or is in a block, on the device, or inside hooks of saved tensors that may change values; in
             the block, where another thread runs backward of what the block saved.
     """
+    require_module(model, "memfit.eager")
     if isinstance(budget, str) and budget.strip().endswith("%"):
         raise InvalidBudgetError(
-            f"budget {budget!r} is a percentage, and nothing is known of the steps yet: give bytes"
+            f"budget {budget!r} is a share of a step's peak, and eager mode knows no step before it runs: give bytes, "
+            "or '90% of the card'"
         )
     device = step_device(model, ())
     budget = on_card(budget, lambda: card_of(device))

@@ -37,13 +37,13 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         accelerator: one with a Dynamo backend compiles the models as without memfit.
         things: models, their optimizers, and what else `accelerator.prepare` takes. The calls of each model are planned
             within what the others leave of the budget.
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
-            several.
+        budget: the bytes for everything on the device: `"6GiB"`, `"90% of the card"`, or an integer; of each rank's
+            device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with a Dynamo backend, `memfit.checkpoint`.
             `compile`, `checkpoint`: that one.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
-            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is`, `chunk_loss` for `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: no model.

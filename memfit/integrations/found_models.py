@@ -264,8 +264,9 @@ class Running:
         if any(isinstance(each, torch.nn.Parameter) for each in given) and not any(id(each) in own for each in given):
             raise UnsupportedStepError(
                 f"memfit run: {type(optimizer).__name__} updates parameters that no call of a module was seen to use, "
-                "so that the budget was not enforced: they are of no module, or it is called inside of a compiled "
-                "function: compile the model in its place, torch.compile(model), or memfit.fit the step"
+                "so that the budget was not enforced. Either they belong to no module, or the module is called inside "
+                "of a compiled function: compile the model, torch.compile(model), and not the function that calls it; "
+                "or use memfit.fit for the step"
             )
 
     def end(self, error: BaseException | None = None) -> list[HeldReport]:

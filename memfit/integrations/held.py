@@ -79,8 +79,8 @@ class HeldModel:
         foreign = [name for name in options if door in _OPTIONS and name not in _OPTIONS[door]]
         if foreign:
             raise InvalidOptionError(
-                f"{where}: door={door!r} has no option {foreign[0]!r}, but {', '.join(_OPTIONS[door])}; the options of "
-                "memfit.compile are for door='compile'"
+                f"{where}: door={door!r} has no option {foreign[0]!r}; it has {', '.join(_OPTIONS[door])}; the options "
+                "of memfit.compile are for door='compile'"
             )
         self.budget, self._door, self._options, self._where = budget, door, dict(options), where
         self.model: torch.nn.Module | None = None

@@ -28,8 +28,8 @@ class MemfitCallback(Reporting, lightning.Callback):
     Automatic and manual optimization, accumulation, clipping, precision, checkpoints and loggers stay Lightning's.
 
     Args:
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
-            several.
+        budget: the bytes for everything on the device: `"6GiB"`, `"90% of the card"`, or an integer; of each rank's
+            device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         module: the name of the module that `training_step` calls, such as `"net"` for `self.net(inputs)`; by default
             the LightningModule itself, for a `training_step` that calls `self(inputs)`.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
@@ -38,7 +38,8 @@ class MemfitCallback(Reporting, lightning.Callback):
         log_to: where what steps take is written every `log_every_n_steps`, such as a logger of Lightning, `wandb` or
             `mlflow`: see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
-            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is`, `chunk_loss` for `memfit.checkpoint`; `host_budget`,
+            `host_dir`, `chunk_loss` for `memfit.eager`.
 
     Raises:
         InvalidTargetError: there is no such module.

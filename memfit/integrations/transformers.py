@@ -30,15 +30,16 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
     the budget too. Accumulation, mixed precision, clipping, label smoothing, saving and resuming stay the Trainer's.
 
     Args:
-        budget: the bytes for everything on the device: `"6GiB"`, or an integer; of each rank's device, if there are
-            several.
+        budget: the bytes for everything on the device: `"6GiB"`, `"90% of the card"`, or an integer; of each rank's
+            device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
             `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
         log_to: where what steps take is written every `logging_steps`, such as a SummaryWriter, `wandb` or `mlflow`:
             see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
-            `memfit.compile`; `blocks`, `host_budget`, `budget_is` for `memfit.checkpoint`.
+            `memfit.compile`; `blocks`, `host_budget`, `budget_is`, `chunk_loss` for `memfit.checkpoint`; `host_budget`,
+            `host_dir`, `chunk_loss` for `memfit.eager`.
 
     Raises:
         InvalidOptionError, InvalidBudgetError: when the Trainer is made; other errors as the door.

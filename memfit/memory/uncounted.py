@@ -109,14 +109,16 @@ class Beside:
         self.bytes = max(0, allocated_bytes(self._device) + self._uncounted_bytes - own_bytes)
         if peak_bytes + self.bytes > budget_bytes:
             _log.warning(
-                "memfit: %s on %s are not the planned step's (%s) and so not in its budget of %s: it takes %s, which "
-                "makes %s together; give memfit.fit so much less, or train by memfit.checkpoint, which counts all",
+                "memfit: %s on %s are not the planned step's (%s), and its budget of %s does not count them. The step "
+                "takes %s, which makes %s together. Give memfit.fit a budget that is smaller by %s, or train under "
+                "memfit.checkpoint, which counts all",
                 format_bytes(self.bytes),
                 self._device,
                 self._names(),
                 format_bytes(budget_bytes),
                 format_bytes(peak_bytes),
                 format_bytes(peak_bytes + self.bytes),
+                format_bytes(self.bytes),
             )
 
     def _names(self) -> str:

@@ -177,7 +177,8 @@ def _least_big_bytes(graph: Graph, uses: _Uses, within_bytes: int, beside_bytes:
     if first_too_large == 0:
         raise InvalidBudgetError(
             f"{format_bytes(within_bytes)} are too few to run the ops of the step one by one: that takes "
-            f"{format_bytes(beside_bytes + _peak_bytes(graph, uses, 1))}, with the step's parameters and batch"
+            f"{format_bytes(beside_bytes + _peak_bytes(graph, uses, 1))}, with the step's parameters and batch; "
+            "raise --within"
         )
     return choices[first_too_large - 1]
 

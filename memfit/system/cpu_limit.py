@@ -43,7 +43,10 @@ class CpuLimit:
     def __enter__(self) -> None:
         instrument = instrument_of(torch.device("cpu"))
         if not isinstance(instrument, CpuAllocator):
-            raise MemfitError(f"memory of the CPU cannot be limited: {instrument.source}")
+            raise MemfitError(
+                f"the memory that torch takes on the CPU cannot be limited: {instrument.source}; install g++, or name "
+                "a compiler in CXX"
+            )
         self._library = instrument.library
         self._before: CpuLimit | None = getattr(_limits, "innermost", None)
         _limits.innermost = self

@@ -104,8 +104,7 @@ def load_arena_library(device_type: str) -> ArenaLibrary:
         return ArenaLibrary(LIBRARIES[device_type].load(), device_type)
     except NativeLibraryError as error:
         raise ArenaUnavailableError(
-            f"no arena: {error}; install a C++ compiler, name one with CXX, or go without an arena: nothing else in "
-            "memfit needs it"
+            f"no arena: {error}; install a C++ compiler, name one with CXX, or go without an arena"
         ) from error
 
 
