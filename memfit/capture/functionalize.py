@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.memory.place import fills_memory, reinterpret
+from memfit.memory.place import Place, fills_memory, reinterpret
 from memfit.torch_private.autograd import casting
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
@@ -273,16 +273,13 @@ class Overwrite:
 
     Attributes:
         func: the in-place overload, whose result does not depend on the old content.
-        shape, stride, offset, dtype, device: of the new tensor; shape, stride and offset in elements.
+        place, device: of the new tensor.
         length: of its storage, in elements.
     """
 
     func: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    place: Place
     length: int
-    dtype: torch.dtype
     device: torch.device
 
     @property
@@ -290,8 +287,7 @@ class Overwrite:
         return f"overwrite.{self.func}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        storage = torch.empty(self.length, dtype=self.dtype, device=self.device)
-        target = reinterpret(storage, self.dtype, self.shape, self.stride, self.offset)
+        target = self.place.on(torch.empty(self.length, dtype=self.place.dtype, device=self.device))
         return self.func(target, *args, **kwargs)
 
 
@@ -299,18 +295,11 @@ def overwrite_like(result: torch.Tensor, func: Any) -> Overwrite:
     """Return the call of the in-place `func` on a new tensor of `result`'s metadata.
 
     Args:
-        result: its place in its storage, dtype and device are taken, not its values.
+        result: its place and device are taken, not its values.
         func: writes its result into its first argument.
     """
-    return Overwrite(
-        func=func,
-        shape=tuple(result.shape),
-        stride=tuple(result.stride()),
-        offset=result.storage_offset(),
-        length=result.untyped_storage().nbytes() // result.itemsize,
-        dtype=result.dtype,
-        device=result.device,
-    )
+    length = result.untyped_storage().nbytes() // result.itemsize
+    return Overwrite(func=func, place=Place.of(result), length=length, device=result.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
