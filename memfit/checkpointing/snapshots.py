@@ -87,6 +87,8 @@ class CallSnapshot:
         self._buffers: list[_Buffer] = []
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._frozen = [(count, count._version) for count in reach.frozen_counts()]
+        self._statistics = reach.statistics.copy()
         new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
         new = [each for each in new if needs_a_look(type(each[1])) and may_change(each[1])]
         new += self._look_at_own()
@@ -128,7 +130,7 @@ class CallSnapshot:
 
     def _note_tensor(self, table: dict[str, Any], copy: dict[str, Any], key: str, value: torch.Tensor) -> None:
         where = id(table), key
-        is_statistic = where in self._reach.statistics
+        is_statistic = where in self._statistics
         if (is_statistic and not self._copies_all) or is_sharded(value) or value.is_inference():
             return
         if value.requires_grad:
@@ -185,7 +187,8 @@ class CallSnapshot:
         for each in self._buffers:
             where = id(each.table), each.key
             if each.is_statistic and each.storage in read:
-                reach.statistics.pop(where, None)
+                reach.is_read(where)
+                del self._statistics[where]
                 each.is_statistic = False
             if each.is_statistic:
                 each.copy = None
@@ -263,6 +266,13 @@ class CallSnapshot:
                     "forward pass, and the block is recomputed from it for backward: write to it after backward, "
                     "or give the block a copy, x.clone()"
                 )
+        if any(count._version != version for count, version in self._frozen):
+            raise UnsupportedStepError(
+                f"block {name!r} ran a batch normalization in evaluation, and another call has brought its running "
+                "statistics up to date before backward: PyTorch's own backward pass reads the later ones, and a block "
+                "that is recomputed the earlier ones. Call backward before the statistics change, or train in eager "
+                "mode (memfit.eager, memfit run --door eager)"
+            )
         for each in self._buffers:
             if each.copy is None and each.is_written and not each.is_statistic:
                 raise self._written(each.key)
@@ -305,7 +315,7 @@ class CallSnapshot:
                     again.setdefault(each.storage, each.copy.untyped_storage().clone())
                 form = Place.of(each.copy)
                 each.table[each.key] = form.on(again[each.storage]) if each.storage else each.copy.clone()
-        for (_, key), table in self._reach.statistics.items():
+        for (_, key), table in self._statistics.items():
             buffer = table.get(key)
             if buffer is not None:
                 table[key] = buffer.detach().clone()
