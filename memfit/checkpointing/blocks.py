@@ -15,6 +15,7 @@ NO_BLOCKS = (
     "no blocks of the model were found that can be recomputed: name them, as memfit.checkpoint(..., "
     "blocks=['encoder.layers.*', 'decoder.*']), or use memfit.eager, which needs none"
 )
+OR_EAGER_MODE = ", or train in eager mode (memfit.eager, memfit run --door eager)"
 _LEAST_MEMBERS = 2
 _LEAST_PIECES = 2
 

@@ -16,6 +16,7 @@ import torch
 
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
+from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import as_integers
@@ -264,14 +265,13 @@ class CallSnapshot:
                 raise UnsupportedStepError(
                     f"a tensor of shape {tuple(tensor.shape)} {what} was written to after block {name!r} began its "
                     "forward pass, and the block is recomputed from it for backward: write to it after backward, "
-                    "or give the block a copy, x.clone()"
+                    f"give the block a copy, x.clone(){OR_EAGER_MODE}"
                 )
         if any(count._version != version for count, version in self._frozen):
             raise UnsupportedStepError(
                 f"block {name!r} ran a batch normalization in evaluation, and another call has brought its running "
                 "statistics up to date before backward: PyTorch's own backward pass reads the later ones, and a block "
-                "that is recomputed the earlier ones. Call backward before the statistics change, or train in eager "
-                "mode (memfit.eager, memfit run --door eager)"
+                f"that is recomputed the earlier ones. Call backward before the statistics change{OR_EAGER_MODE}"
             )
         for each in self._buffers:
             if each.copy is None and each.is_written and not each.is_statistic:
@@ -283,14 +283,14 @@ class CallSnapshot:
             if not torch.equal(as_integers(tensor.detach()).sum(), digest):
                 raise self._written(self._key_of(tensor))
         if self.why_never_again:
-            raise UnsupportedStepError(f"block {name!r} {self.why_never_again}")
+            raise UnsupportedStepError(f"block {name!r} {self.why_never_again}{OR_EAGER_MODE}")
 
     def _written(self, key: str) -> UnsupportedStepError:
         return UnsupportedStepError(
             f"{key!r} of a module in block {self._reach.name!r} was written to, or was given other memory, by the "
             "block or by the loop, after the block began its forward pass, and it is recomputed for backward: "
-            "write to it before the model is called or after backward, or put a new tensor in its place, or name other "
-            "blocks: memfit.checkpoint(..., blocks=[...])"
+            "write to it before the model is called or after backward, put a new tensor in its place, name other "
+            f"blocks: memfit.checkpoint(..., blocks=[...]){OR_EAGER_MODE}"
         )
 
     @contextmanager
