@@ -23,6 +23,7 @@ from memfit.dynamo.account import Account
 from memfit.dynamo.model import PlannedCalls, compile_in_place
 from memfit.errors import (
     BudgetNotHeldError,
+    CaptureError,
     InfeasibleBudgetError,
     InvalidTargetError,
     OverBudgetError,
@@ -311,7 +312,7 @@ def test_an_update_whose_closure_calls_the_model_is_checked_after_the_closure(is
     inputs, losses = torch.randn(8, 64), []
     for each, optimizer in zip((model, eager), optimizers, strict=True):
 
-        def closure(call: Any = each, optimizer: Any = optimizer) -> torch.Tensor:
+        def closure(*_: Any, call: Any = each, optimizer: Any = optimizer) -> torch.Tensor:
             optimizer.zero_grad()
             torch.manual_seed(2)
             loss = call(inputs).square().mean()
@@ -323,10 +324,45 @@ def test_an_update_whose_closure_calls_the_model_is_checked_after_the_closure(is
     assert torch.equal(model[0][0].weight, eager[0][0].weight)
     before = model[0][0].weight.clone()
     with pytest.raises(UnsupportedStepError, match="no call of the model was planned"):
-        optimizers[0].step(lambda: closure(model.forward, optimizers[0]))
+        optimizers[0].step(lambda: closure(call=model.forward, optimizer=optimizers[0]))
     assert torch.equal(model[0][0].weight, before)
     optimizers[0].zero_grad()
     optimizers[0].step()  # changes nothing, so that nothing had to be planned
+
+
+class Halving(torch.optim.SGD):
+    """Halves its step until the loss is less: its closure is asked for the loss alone, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        (parameters,) = [group["params"] for group in self.param_groups]
+        before = [each.clone() for each in parameters]
+        for rate in (4.0, 2.0, 1.0, 0.5):
+            torch._foreach_copy_(parameters, torch._foreach_sub(before, [rate * each.grad for each in parameters]))
+            if closure(backward=False) < loss:
+                break
+        return loss
+
+
+def test_a_closure_with_arguments_of_its_own() -> None:
+    model = deep_model(dropout=0.0)
+    eager, given, losses = copy.deepcopy(model), torch.randn(64, 64), []
+    optimizers = [Halving(each.parameters(), lr=1.0) for each in (model, eager)]
+    memfit.compile(model, budget="256MiB", optimizer=optimizers[0], planner="none")
+    for call, optimizer in zip((model, eager), optimizers, strict=True):
+
+        def closure(backward: bool = True, call: Any = call, optimizer: Any = optimizer) -> torch.Tensor:
+            with torch.set_grad_enabled(backward):
+                loss = call(given).square().mean()
+            if backward:
+                optimizer.zero_grad()
+                loss.backward()
+            return loss.detach()
+
+        losses += [optimizer.step(closure).item() for _ in range(3)]
+    assert losses[:3] == losses[3:] and losses[0] > losses[2]
 
 
 def test_the_state_of_an_optimizer_that_is_followed_is_read_and_written_before_its_first_step() -> None:
@@ -586,6 +622,54 @@ def test_nested_tensors_that_a_model_makes_are_left_to_checkpoint(caplog: pytest
     memfit.compile(held, budget="1GiB", optimizer=torch.optim.SGD(held.parameters()))
     held(*given).sum().backward()
     assert "held by memfit.checkpoint, since the model holds tensors of type NestedTensor" in caplog.text
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.deep = nn.Embedding(300, 64, sparse=True), deep_model()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.deep(self.words(inputs).mean(1))
+
+
+def test_sparse_gradients_are_left_to_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    given = torch.randint(0, 300, (64, 4))
+    model = torch.compile(Bag(), backend="memfit", options={"budget": "1GiB", "reserve": 0})
+    with pytest.raises(CaptureError, match=r"sparse=False, or train under memfit\.checkpoint or memfit\.eager"):
+        model(given).sum().backward()
+    held = memfit.compile(Bag(), budget="1GiB")
+    held(given).sum().backward()
+    assert held.words.weight.grad.is_sparse
+    assert "held by memfit.checkpoint, since a tensor of shape [300, 64] has layout torch.sparse_coo" in caplog.text
+
+
+_LEFT_TO_CHECKPOINT = """
+import gc, weakref, torch, memfit
+
+class Broken(torch.nn.Linear):
+    def forward(self, inputs):
+        torch._dynamo.graph_break()
+        return super().forward(inputs).tanh()
+
+model, refs = Broken(64, 64), []
+memfit.compile(model, budget="1GiB")
+
+def step():
+    inputs = torch.randn(64, 64)
+    refs.append(weakref.ref(inputs))
+    model(inputs).sum().backward()
+
+gc.disable()
+step()
+assert refs[0]() is None
+"""
+
+
+def test_a_step_that_is_left_to_checkpoint_keeps_nothing_of_the_functions_around_it() -> None:
+    """In a process of its own: pytest captures records of PyTorch's compiler, which hold its errors."""
+    done = subprocess.run([sys.executable, "-c", _LEFT_TO_CHECKPOINT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "held by memfit.checkpoint" in done.stderr, done.stderr
 
 
 def test_models_whose_backward_never_comes_leave_records_to_others() -> None:

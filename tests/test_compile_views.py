@@ -177,6 +177,21 @@ def test_transformers_have_eagers_gradients_with_dropout(make: Callable[[], Any]
     require_eagers_gradients(model, lambda each: each(**batch).loss, budget="256MiB", planner="none")
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_gradient_of_other_strides_than_its_output_is_told_of(
+    is_turned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 5))
+    memfit.compile(model, budget="64MiB", planner="none", reserve=0)
+    outputs, words = model(torch.randn(4, 6, WIDTH)), torch.arange(24).view(4, 6) % 5
+    if is_turned:
+        nn.functional.cross_entropy(outputs.transpose(1, 2), words).backward()
+    else:
+        nn.functional.cross_entropy(outputs.flatten(0, 1), words.flatten()).backward()
+    said = [text for text in caplog.messages if "gradient of other strides" in text]
+    assert len(said) == is_turned and all("memfit.checkpoint, memfit.eager and memfit.fit" in each for each in said)
+
+
 def test_a_view_that_shares_no_memory_with_its_tensor_is_refused() -> None:
     trace = Trace(device=torch.device("cpu"), scope=lambda: (Phase.FORWARD, "layer"))
     with FakeTensorMode():

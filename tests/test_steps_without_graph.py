@@ -206,6 +206,23 @@ class Counts(Model):
         return self.last(values) * (1 + rate * float(self.count[0]))
 
 
+class Observes(Model):
+    """Gives a buffer and a plain tensor their sizes in the first step, in place, as observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.empty(0))
+        self.high = torch.empty(0)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for each in self.blocks:
+            values = values + each(values)
+        with torch.no_grad():
+            for held, now in ((self.low, values.amin(0)), (self.high, values.amax(0))):
+                held.resize_(now.shape).copy_(now) if not len(held) else held.lerp_(now, 0.1)
+        return self.last((values - self.low) / (self.high - self.low))
+
+
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     loss = functional.cross_entropy(model(batch[0]), batch[1])
     return 2.0 * loss if loss > 1.65 else loss
@@ -236,7 +253,7 @@ def states_of_training(kind: type[Model], share: float | None) -> list[Any]:
 
 
 CHANGING = (StochasticDepth, Experts, MaskedExperts)  # a step may have more than any before it
-FAST = (MaskedExperts, StochasticDepth, Numpy, Averages, Counts)
+FAST = (MaskedExperts, StochasticDepth, Numpy, Averages, Counts, Observes)
 SLOW = (Experts, Teacher, Dropout, Checkpointed, Chunks, Caches, Formats, EarlyExit)
 
 
@@ -248,6 +265,7 @@ SLOW = (Experts, Teacher, Dropout, Checkpointed, Chunks, Caches, Formats, EarlyE
         Numpy,
         Averages,
         Counts,
+        Observes,
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW),
     ],
 )

@@ -387,7 +387,7 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"a tensor of shape {list(tensor.shape)} has layout {tensor.layout}, expected a dense one; of sparse "
             "tensors only the gradients of nn.Embedding are planned, with an optimizer, and if each embedding is "
-            "called once in a step: make the others with sparse=False"
+            "called once in a step: make the others with sparse=False, or train under memfit.checkpoint or memfit.eager"
         )
 
 

@@ -35,7 +35,7 @@ class BlockMode(UnwrappedMode):
     Attributes:
         read: keys of the model's own storages that operators read, other than those that only bring statistics of
             batch normalization up to date.
-        wrote: keys of all storages that operators write to.
+        wrote: keys of all storages that operators write to, or may write to in other passes.
         calls_compiled: whether compiled code was called, whose operators are not seen.
 
     Args:
@@ -147,8 +147,9 @@ class BlockMode(UnwrappedMode):
         if func is _LIFTED and not is_of_array(args[0]):  # made of numbers in the block
             given = set[int]()
         written = self._written(func, args, kwargs)
-        self.wrote |= written
-        updated = _only_updated(func, args, kwargs)
+        running, is_training = _running(func, args, kwargs)
+        self.wrote |= written | running
+        updated = running if is_training else set[int]()
         self.read |= (given - updated) & self._recorder.own
         moment = self._tick()
         watch = Stopwatch(self._recorder.device)
@@ -282,21 +283,23 @@ class CompiledMode(BlockMode):
         return self.of[key]
 
 
-def _only_updated(func: Any, args: Any, kwargs: Any) -> set[int]:
-    """Return the keys of what an operator brings up to date, and does not read for its results.
+def _running(func: Any, args: Any, kwargs: Any) -> tuple[set[int], bool]:
+    """Return the keys of running statistics of batch normalization, and of the number of its batches.
 
-    That is the statistics of batch normalization in training, and the number of its batches.
+    PyTorch does not count the kernel's writes to them, so that it is not seen in which passes it writes.
+
+    Returns:
+        The keys, and whether it brings them up to date and does not read them for its results, as in training.
     """
     schema = schema_of(func)
     if schema.name == "aten::add_":
-        return set() if isinstance(args[1], torch.Tensor) else {key_of(args[0])}
+        return (set() if isinstance(args[1], torch.Tensor) else {key_of(args[0])}), True
     if "batch_norm" not in schema.name or "backward" in schema.name:
-        return set()
+        return set(), False
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given.get("training", given.get("train", True)):
-        return set()
-    return {key_of(each) for name, each in given.items() if name.startswith("running_") and each is not None}
+    keys = {key_of(each) for name, each in given.items() if name.startswith("running_") and each is not None}
+    return keys, bool(given.get("training", given.get("train", True)))
 
 
 def _same(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import random
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import FunctionType, MethodType, ModuleType
@@ -117,6 +117,7 @@ class Reach:
         seen: what else was, by its id.
         has_storages: whether the storages of parameters are the model's own: no library exchanges them.
         statistics: of batch normalization, which a forward pass writes and does not read: (id of a table, key).
+        norms: batch normalizations whose code is PyTorch's: (the table of the statistics, that of the attributes).
         is_compiled: whether the block's code is, which may ask whether a tensor is the same.
     """
 
@@ -133,6 +134,7 @@ class Reach:
     seen: dict[int, Any] = field(default_factory=dict[int, Any])
     has_storages: bool = True
     statistics: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict[tuple[int, str], dict[str, Any]])
+    norms: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list[Any])
     is_compiled: bool = False
 
     def within(self, module: torch.nn.Module, name: str) -> Reach:
@@ -142,8 +144,27 @@ class Reach:
             module: inside of the block; the result shares all but its name, tables and statistics with the block's.
             name: of the module.
         """
-        own = {where: table for where, table in _statistics(module).items() if where in self.statistics}
-        return replace(self, name=name, tables=[*_own_tables(module), *self.beside], statistics=own)
+        norms = _norms(module)
+        own = {where: table for where, table in _statistics(norms).items() if where in self.statistics}
+        return replace(self, name=name, tables=[*_own_tables(module), *self.beside], statistics=own, norms=norms)
+
+    def frozen_counts(self) -> Iterator[torch.Tensor]:
+        """Yield the counts of batches of all batch normalizations that are in evaluation, and so read statistics."""
+        for table, attributes in self.norms:
+            if not attributes["training"]:
+                for key in table:
+                    self.is_read((id(table), key))
+                count = table.get("num_batches_tracked")
+                if count is not None and not count.is_inference():
+                    yield count
+
+    def is_read(self, where: tuple[int, str]) -> None:
+        """Take a statistic for any other buffer from now on: some passes read it, and others write to it.
+
+        PyTorch's kernels do not count these writes.
+        """
+        if self.statistics.pop(where, None) is not None:
+            self.written.add(where)
 
     def is_new(self, table: int, key: str, value: Any) -> bool:
         """Return whether a container or object is one that was not looked into.
@@ -191,8 +212,9 @@ def reach_of(module: torch.nn.Module, name: str, generators: HostGenerators, mod
             values.pop(id(value), None)
     has_storages = not any(map(is_exchanged, module.parameters()))
     skipped = [*own, *(table for _, each in found.modules for table in _librarys_tables(each))]
-    reach = Reach(name, own, beside=beside, lost=found.lost(), known=known, has_storages=has_storages)
-    reach.statistics = _statistics(module)
+    norms = _norms(module)
+    reach = Reach(name, own, beside=beside, lost=found.lost(), known=known, has_storages=has_storages, norms=norms)
+    reach.statistics = _statistics(norms)
     reach.places = found.places(skipped)
     reach.seen = {key: value for key, value in values.items() if key not in own_ids}
     for owner in generators.owners():
@@ -202,7 +224,8 @@ def reach_of(module: torch.nn.Module, name: str, generators: HostGenerators, mod
 
 def reach_of_tables(module: torch.nn.Module, name: str) -> Reach:
     """Return the tables of a module alone, which no lean pass has looked at."""
-    return Reach(name, _own_tables(module), statistics=_statistics(module))
+    norms = _norms(module)
+    return Reach(name, _own_tables(module), statistics=_statistics(norms), norms=norms)
 
 
 @lru_cache(maxsize=4096)
@@ -244,9 +267,14 @@ def _own_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [table for each in module.modules() for table in tables_of(each)]
 
 
-def _statistics(module: torch.nn.Module) -> dict[tuple[int, str], dict[str, Any]]:
-    tables = [module_tables(each)[1] for each in module.modules() if isinstance(each, BatchNormBase)]
-    return {(id(table), key): table for table in tables for key, value in table.items() if value is not None}
+def _norms(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the batch normalizations with PyTorch's code: the user's own may read statistics in some passes."""
+    own = [each for each in module.modules() if isinstance(each, BatchNormBase) and not is_users(type(each))]
+    return [(module_tables(each)[1], vars(each)) for each in own]
+
+
+def _statistics(norms: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> dict[tuple[int, str], dict[str, Any]]:
+    return {(id(table), key): table for table, _ in norms for key, value in table.items() if value is not None}
 
 
 def _librarys_tables(module: torch.nn.Module) -> list[dict[str, Any]]:

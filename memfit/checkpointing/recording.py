@@ -13,6 +13,7 @@ import torch
 
 from memfit.capture.draws import HostGenerators
 from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
+from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen
 from memfit.cost.stopwatch import Stopwatch
@@ -133,7 +134,7 @@ class LeanRecorder:
             UnsupportedStepError: it is to be.
         """
         if not call.is_kept:
-            raise UnsupportedStepError(f"{why}, or train in eager mode (memfit.eager, memfit run --door eager)")
+            raise UnsupportedStepError(f"{why}{OR_EAGER_MODE}")
         call.must_stay = why
 
     def note_groups(self, groups: Iterable[Any]) -> None:

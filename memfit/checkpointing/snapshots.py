@@ -16,6 +16,7 @@ import torch
 
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
+from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import as_integers
@@ -87,6 +88,8 @@ class CallSnapshot:
         self._buffers: list[_Buffer] = []
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._frozen = [(count, count._version) for count in reach.frozen_counts()]
+        self._statistics = reach.statistics.copy()
         new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
         new = [each for each in new if needs_a_look(type(each[1])) and may_change(each[1])]
         new += self._look_at_own()
@@ -128,7 +131,7 @@ class CallSnapshot:
 
     def _note_tensor(self, table: dict[str, Any], copy: dict[str, Any], key: str, value: torch.Tensor) -> None:
         where = id(table), key
-        is_statistic = where in self._reach.statistics
+        is_statistic = where in self._statistics
         if (is_statistic and not self._copies_all) or is_sharded(value) or value.is_inference():
             return
         if value.requires_grad:
@@ -185,7 +188,8 @@ class CallSnapshot:
         for each in self._buffers:
             where = id(each.table), each.key
             if each.is_statistic and each.storage in read:
-                reach.statistics.pop(where, None)
+                reach.is_read(where)
+                del self._statistics[where]
                 each.is_statistic = False
             if each.is_statistic:
                 each.copy = None
@@ -261,8 +265,14 @@ class CallSnapshot:
                 raise UnsupportedStepError(
                     f"a tensor of shape {tuple(tensor.shape)} {what} was written to after block {name!r} began its "
                     "forward pass, and the block is recomputed from it for backward: write to it after backward, "
-                    "or give the block a copy, x.clone()"
+                    f"give the block a copy, x.clone(){OR_EAGER_MODE}"
                 )
+        if any(count._version != version for count, version in self._frozen):
+            raise UnsupportedStepError(
+                f"block {name!r} ran a batch normalization in evaluation, and another call has brought its running "
+                "statistics up to date before backward: PyTorch's own backward pass reads the later ones, and a block "
+                f"that is recomputed the earlier ones. Call backward before the statistics change{OR_EAGER_MODE}"
+            )
         for each in self._buffers:
             if each.copy is None and each.is_written and not each.is_statistic:
                 raise self._written(each.key)
@@ -273,14 +283,14 @@ class CallSnapshot:
             if not torch.equal(as_integers(tensor.detach()).sum(), digest):
                 raise self._written(self._key_of(tensor))
         if self.why_never_again:
-            raise UnsupportedStepError(f"block {name!r} {self.why_never_again}")
+            raise UnsupportedStepError(f"block {name!r} {self.why_never_again}{OR_EAGER_MODE}")
 
     def _written(self, key: str) -> UnsupportedStepError:
         return UnsupportedStepError(
             f"{key!r} of a module in block {self._reach.name!r} was written to, or was given other memory, by the "
             "block or by the loop, after the block began its forward pass, and it is recomputed for backward: "
-            "write to it before the model is called or after backward, or put a new tensor in its place, or name other "
-            "blocks: memfit.checkpoint(..., blocks=[...])"
+            "write to it before the model is called or after backward, put a new tensor in its place, name other "
+            f"blocks: memfit.checkpoint(..., blocks=[...]){OR_EAGER_MODE}"
         )
 
     @contextmanager
@@ -305,7 +315,7 @@ class CallSnapshot:
                     again.setdefault(each.storage, each.copy.untyped_storage().clone())
                 form = Place.of(each.copy)
                 each.table[each.key] = form.on(again[each.storage]) if each.storage else each.copy.clone()
-        for (_, key), table in self._reach.statistics.items():
+        for (_, key), table in self._statistics.items():
             buffer = table.get(key)
             if buffer is not None:
                 table[key] = buffer.detach().clone()

@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from memfit.capture.code_reads import calls_scripts, scripts_in
+from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
@@ -263,8 +264,8 @@ def _named(name: str) -> Iterator[None]:
         return UnsupportedStepError(
             f"block {name!r} computes something else when it is recomputed for backward: it reads what its first "
             "forward pass, or the loop since then, has changed, where memfit does not see it. Change it after "
-            f"backward, name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}, or train in eager "
-            f"mode (memfit.eager, memfit run --door eager). In it: {next(iter(str(error).splitlines()), '')}"
+            f"backward, name other blocks: memfit.checkpoint(..., blocks=[...]) without {name!r}{OR_EAGER_MODE}. "
+            f"In it: {next(iter(str(error).splitlines()), '')}"
         )
 
     tell_mismatch(told)

@@ -13,7 +13,7 @@ from memfit.capture.step_check import check_initialized, check_not_distributed, 
 from memfit.dynamo.account import Account
 from memfit.dynamo.backend import PlannedGraph
 from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
-from memfit.errors import InvalidTargetError, NotOneGraphError, UnsupportedStepError
+from memfit.errors import CaptureError, InvalidTargetError, NotOneGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.step.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, is_compilers
@@ -128,22 +128,26 @@ class PlannedCalls:
             run = self._captured if self._settings.kernels == INDUCTOR else self._function
             try:
                 return account.evaluate(lambda: run(*arguments, **named))
-            except NotOneGraphError:  # it breaks into several graphs
-                return account.evaluate(lambda: self._function(*arguments, **named))
+            except NotOneGraphError as error:  # it breaks into several graphs
+                let_go_of_frames(error)
+            return account.evaluate(lambda: self._function(*arguments, **named))
         with self._turn.of(self, f"the compiled {type(self._model).__name__}", may_nest=True):
             return self._call(account, arguments, named)
 
     def _call(self, account: Account, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         account.begin()
-        ran = account.ran
+        ran, why = account.ran, ""
         try:
             returned = self._captured(*arguments, **named)
-        except NotOneGraphError as error:
+        except (NotOneGraphError, CaptureError) as error:
             if account.ran > ran:
                 raise
             if self._otherwise is None:
                 raise NotOneGraphError(f"{error}; memfit.checkpoint holds the budget of such a model") from error
-            return self._otherwise(str(error).removeprefix(f"{self._where}: "))(*arguments, **named)
+            why, returned = str(error).removeprefix(f"{self._where}: "), None
+            let_go_of_frames(error)
+        if why and self._otherwise is not None:
+            return self._otherwise(why)(*arguments, **named)
         if account.ran == ran:
             why = "PyTorch's compiler may not enter it (torch.compiler.disable, TORCH_COMPILE_DISABLE)"
             if self._otherwise is not None:
@@ -191,6 +195,18 @@ class PlannedCalls:
                 type(self._model).__name__,
             )
         return graph
+
+
+def let_go_of_frames(error: BaseException | None) -> None:
+    """Take the tracebacks off an error that was dealt with, and off those that led to it.
+
+    PyTorch's compiler keeps its errors in cycles: until Python's collector runs, their frames would keep what the
+    user's functions around the call held when they returned, such as the graph of a loss.
+    """
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        let_go_of_frames(error.__cause__)
+        let_go_of_frames(error.__context__)
 
 
 def _weakly(planned: weakref.WeakMethod[Callable[[torch.fx.GraphModule], PlannedGraph]]) -> Callable[..., Any]:

@@ -147,8 +147,8 @@ def before_update(
         check()
         return given, named
 
-    def checked() -> Any:
-        value = closure()
+    def checked(*arguments: Any, **options: Any) -> Any:  # a line search calls closure(backward=False)
+        value = closure(*arguments, **options)
         check()
         return value
 

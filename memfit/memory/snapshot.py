@@ -135,7 +135,7 @@ class StepState:
                 table.update(before)
         with torch.no_grad():
             for name, tensor in _tensors(step).items():
-                tensor.copy_(self.tensors[name])
+                _write(tensor, self.tensors[name])
         for name, parameter in step.model.named_parameters():
             gradient = self.gradients[name]
             parameter.grad = None if gradient is None else with_local(parameter, _on(gradient, parameter.device))
@@ -185,6 +185,13 @@ class StepState:
             yield f"the state of generator {number} that the step hands to torch", state
 
 
+def _write(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Write what a tensor held before into it; it may have been resized since, as observers of quantization are."""
+    if tensor.shape != before.shape:
+        tensor.resize_(before.shape)
+    tensor.copy_(before)
+
+
 def _differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
     return len(table) != len(before) or any(table.get(key, before) is not value for key, value in before.items())
 
@@ -229,7 +236,7 @@ class _Reached:
                 if copied is None:
                     lost.append(path)
                 else:
-                    tensor.copy_(copied)
+                    _write(tensor, copied)
                     self._tensors[number] = path, tensor, tensor._version, copied
         if lost:
             raise UnsupportedStepError(
