@@ -278,10 +278,9 @@ class CompiledGraph:
         if len(given) == len(self._assumed) and any(map(differ_in_strides, given, self._assumed)):
             self.graph.has_warned_of_strides = True
             _log.warning(
-                "memfit: an output of the %s gets a gradient of other strides than PyTorch's compiler assumed, as from "
-                "a loss of outputs.transpose(1, 2) or behind a graph break, and it is copied: kernels that choose by "
-                "strides then give other last bits than eager; memfit.checkpoint, memfit.eager and memfit.fit have "
-                "eager's",
+                "memfit: an output of the %s gets a gradient of other strides than PyTorch's compiler assumed (from a "
+                "loss of outputs.transpose(1, 2), or behind a graph break), and it is copied: kernels that choose by "
+                "strides give other last bits than eager; memfit.checkpoint, memfit.eager and memfit.fit have eager's",
                 self.prepared.captured.graph.name,
             )
 
