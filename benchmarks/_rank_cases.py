@@ -87,7 +87,7 @@ _COMPILED = {
     "FSDP2, bf16 policy": ["plain"],
     "FSDP2, not resharded": ["plain"],
     "FSDP2, prefetch": ["plain"],
-    "FSDP2, CPU offload": ["plain"],
+    "FSDP2, CPU offload": ["plain", "accumulation"],
     "FSDP2, LoRA on bf16": ["plain"],
     "HSDP": ["plain"],
     "torchtitan, FSDP": ["plain", "accumulation"],
