@@ -177,6 +177,8 @@ def _library_cases() -> list[Case]:
                 whole: Any = partial(row, **{**given, **more})
                 names = {"wrapper": wrapper, "loop": loop, "habit": habit, "door": "auto"}
                 found.append(Case(**names, row=whole, ranks=ranks, share=share))
+                if habit == "plain" or (habit, wrapper) == ("accumulation", "DDP"):
+                    found.append(Case(**{**names, "door": "compile"}, row=whole, ranks=(2,), share=share))
     found.append(Case(wrapper="DDP", loop="TRL", habit="plain", row=trl, share=0.8, ranks=(2,), door="auto"))
     return found
 
