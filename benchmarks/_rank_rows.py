@@ -198,11 +198,11 @@ def divided(way: Way, *, compiles: bool = False) -> Wrapped:
     return Wrapped(model, model, is_one=True)
 
 
-def compiled_blocks(width: int) -> nn.Module:
+def compiled_blocks(width: int, backend: str = "aot_eager") -> nn.Module:
     """Return a model whose blocks are compiled by themselves."""
     model = Transformer(width)
     for layer in model.layers:
-        layer.compile(backend="aot_eager")
+        layer.compile(backend=backend)
     return model
 
 
@@ -293,6 +293,7 @@ WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {
     "FSDP2, CPU offload": lambda way: sharded(way, offload_policy=_offloaded()),
     "FSDP2, LoRA on bf16": lambda way: sharded(way, make=adapted),
     "FSDP2, blocks compiled": lambda way: sharded(way, make=compiled_blocks),
+    "FSDP2, blocks by Inductor": lambda way: sharded(way, make=lambda width: compiled_blocks(width, "inductor")),
     "HSDP": lambda way: sharded(way, mesh=hsdp_mesh),
     "TP": divided,
     "TP, blocks compiled": lambda way: divided(way, compiles=True),
