@@ -33,6 +33,7 @@ _RANK_WAYS = {
 }
 _HOLDERS = {
     "auto": "its callback or `prepare`, by `memfit.checkpoint`",
+    "auto, compile": 'its callback or `prepare`, with `door="compile"`',
     "checkpoint": "`memfit.checkpoint`",
     "backend": '`block.compile(backend="memfit")`',
     "compile": "`memfit.compile`",
@@ -123,7 +124,8 @@ def rank_loops(payload: Payload) -> Table:
         rest = [f"{row['habit']} ({_why_not(row)})" for row in found if not _is_held(row)]
         counts = " and ".join(str(count) for count in sorted({row["ranks"] for row in found}))
         most = f"{max(row['most'] for row in held):.3f}" if held else ""
-        rows.append([wrapper, loop, _HOLDERS[door], counts, ", ".join(habits), most, ", ".join(rest)])
+        holder = _HOLDERS["auto, compile" if door == "compile" and loop != "own" else door]
+        rows.append([wrapper, loop, holder, counts, ", ".join(habits), most, ", ".join(rest)])
     total, held = len(payload["rows"]), sum(map(_is_held, payload["rows"]))
     note = (
         f"{held} of {total} cases held: losses, norms and parameters of all ranks with the bits of the stock loop, run "

@@ -58,7 +58,7 @@ _BF16_SHARE = 0.8  # activations halve; parameters and the optimizer's state do 
 _EACH = ["accumulation", "clipping", "evaluation first", "lengths", "last batches", "bf16", "scaler"]
 _EACH += ["save and resume", "momentum", "all"]
 _MORE = {
-    "DDP": [*_EACH, "Join", "collectives in the loss"],
+    "DDP": [*_EACH, "Join", "collectives in the loss", "ZeRO"],
     "DDP after the line": ["accumulation"],
     "DDP, bucket views": ["accumulation"],
     "DDP, LoRA on bf16": ["accumulation"],
@@ -66,6 +66,7 @@ _MORE = {
     "FSDP2": [*_EACH, "collectives in the loss"],
     "FSDP2 after the line": ["accumulation"],
     "FSDP2, bf16 policy": ["all"],
+    "FSDP2, CPU offload": ["accumulation"],
     "FSDP2, LoRA on bf16": ["accumulation", "clipping"],
     "FSDP2, blocks compiled": ["accumulation", "lengths"],
     "HSDP": ["accumulation", "clipping", "save and resume"],
@@ -87,7 +88,7 @@ _COMPILED = {
     "FSDP2, bf16 policy": ["plain"],
     "FSDP2, not resharded": ["plain"],
     "FSDP2, prefetch": ["plain"],
-    "FSDP2, CPU offload": ["plain"],
+    "FSDP2, CPU offload": ["plain", "accumulation"],
     "FSDP2, LoRA on bf16": ["plain"],
     "HSDP": ["plain"],
     "torchtitan, FSDP": ["plain", "accumulation"],
@@ -177,6 +178,8 @@ def _library_cases() -> list[Case]:
                 whole: Any = partial(row, **{**given, **more})
                 names = {"wrapper": wrapper, "loop": loop, "habit": habit, "door": "auto"}
                 found.append(Case(**names, row=whole, ranks=ranks, share=share))
+                if habit == "plain" or (habit, wrapper) == ("accumulation", "DDP"):
+                    found.append(Case(**{**names, "door": "compile"}, row=whole, ranks=(2,), share=share))
     found.append(Case(wrapper="DDP", loop="TRL", habit="plain", row=trl, share=0.8, ranks=(2,), door="auto"))
     return found
 

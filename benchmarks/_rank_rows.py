@@ -198,11 +198,18 @@ def divided(way: Way, *, compiles: bool = False) -> Wrapped:
     return Wrapped(model, model, is_one=True)
 
 
-def compiled_blocks(width: int) -> nn.Module:
+def tied(width: int) -> nn.Module:
+    """Return a model whose embedding and head are one parameter."""
+    model = Transformer(width)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def compiled_blocks(width: int, backend: str = "aot_eager") -> nn.Module:
     """Return a model whose blocks are compiled by themselves."""
     model = Transformer(width)
     for layer in model.layers:
-        layer.compile(backend="aot_eager")
+        layer.compile(backend=backend)
     return model
 
 
@@ -255,6 +262,12 @@ def pipeline_1f1b(way: Way, turns: Any) -> Iterable[torch.Tensor]:
     return _pipeline(way, turns, "Schedule1F1B")
 
 
+def _divided_over_ranks(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+
+
 HABITS = {
     "plain": Habits(),
     "accumulation": Habits(micro_batches=2),
@@ -269,6 +282,7 @@ HABITS = {
     "all": Habits(micro_batches=2, clips=True, evaluates=True, lengths=True, last=True, autocast=True),
     "Join": Habits(joins=True),
     "collectives in the loss": Habits(talks=True),
+    "ZeRO": Habits(optimizer=_divided_over_ranks),
     "momentum": Habits(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
 }
 WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {
@@ -291,8 +305,10 @@ WRAPPERS: dict[str, Callable[[Way], Wrapped]] = {
     "FSDP2, prefetch": lambda way: sharded(way, prefetches=True),
     "FSDP2, bf16 policy": lambda way: sharded(way, mp_policy=_bf16_policy()),
     "FSDP2, CPU offload": lambda way: sharded(way, offload_policy=_offloaded()),
+    "FSDP2, tied": lambda way: sharded(way, make=tied),
     "FSDP2, LoRA on bf16": lambda way: sharded(way, make=adapted),
     "FSDP2, blocks compiled": lambda way: sharded(way, make=compiled_blocks),
+    "FSDP2, blocks by Inductor": lambda way: sharded(way, make=lambda width: compiled_blocks(width, "inductor")),
     "HSDP": lambda way: sharded(way, mesh=hsdp_mesh),
     "TP": divided,
     "TP, blocks compiled": lambda way: divided(way, compiles=True),

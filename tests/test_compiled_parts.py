@@ -12,6 +12,7 @@ from occupied import bytes_now
 from torch import nn
 
 from memfit.dynamo.backend import PlannedGraph, memfit_backend
+from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import allocated_bytes, record
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
@@ -100,6 +101,19 @@ def test_blocks_fill_their_budget_and_no_step_is_over_it(are_equal: bool) -> Non
 def test_micro_batches_and_other_sizes_share_it_too(sizes: list[list[int]]) -> None:
     budget, peaks, _ = beside_eager(Net(are_equal=True), sizes, 0.75)
     assert max(peaks) <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+def test_equal_blocks_with_inductors_kernels_are_refused_before_they_are_compiled_one_by_one() -> None:
+    model = Net(are_equal=True)
+    start = bytes_now(CPU)
+    budget = start + int(0.75 * max(train(copy.deepcopy(model), [[ROWS]] * 2)[1]))
+    options = {"budget": budget, "reserve": 0, "kernels": "inductor", "options": {"iterations": 500}}
+    for block in model.blocks:
+        block.compile(backend="memfit", options=options)
+    with pytest.raises(UnsupportedStepError, match=r"let memfit.checkpoint\(model, budget\) hold them"):
+        train(model, [[ROWS]])
 
 
 def test_a_forward_pass_without_backward_takes_no_share() -> None:

@@ -135,6 +135,7 @@ from memfit.torch_private.modules import (
     leaf_hooks,
     module_hooks,
     module_tables,
+    no_hooks_on_all_optimizers,
     optimizer_hooks,
     own_call,
     own_tensors,
@@ -930,6 +931,20 @@ def test_a_bare_step_updates_as_the_step_does_and_leaves_out_no_hook(
         handle.remove()
         bare.register_step_pre_hook(print)
         assert bare_step(bare) == kind.step
+
+
+def test_no_hooks_on_all_optimizers_run_where_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, seen = torch.nn.Parameter(torch.ones(2)), list[Any]()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(2)
+    for when in ("pre", "post"):
+        hooks = {0: lambda *given: seen.append(given)}
+        monkeypatch.setattr(torch_optimizer, f"_global_optimizer_{when}_hooks", hooks)
+    with no_hooks_on_all_optimizers():
+        optimizer.step()
+    assert seen == []
+    optimizer.step()
+    assert len(seen) == 2
 
 
 def test_versions_of_dictionaries() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit import TrainingStep
 from memfit.capture import capture, update_trial
@@ -117,3 +118,21 @@ def test_updates_cost_what_they_were_measured_to_take_and_are_measured_once(
     assert measure(second.graph, second.binding, second.observed) == graph
     with pytest.raises(AssertionError, match="measured again"):
         finish(capture(step_with(lambda p: torch.optim.AdamW(p, weight_decay=0.0, foreach=True))))
+
+
+def test_a_trial_of_an_update_runs_no_hook_on_all_optimizers() -> None:
+    seen: list[torch.optim.Optimizer] = []
+    handles = [
+        register(lambda optimizer, *_: seen.append(optimizer))
+        for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+    ]
+    try:
+        step = step_with(lambda p: torch.optim.AdamW(p, foreach=True))
+        finish(capture(step))
+        finish(capture(step_with(lambda p: torch.optim.NAdam(p))))
+        assert seen == []
+        step.run_eager(step.batch)
+        assert seen == [step.optimizer] * 2
+    finally:
+        for handle in handles:
+            handle.remove()

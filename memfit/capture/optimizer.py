@@ -26,7 +26,7 @@ from memfit.memory.place import span_bytes
 from memfit.system.alive import alive_objects
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.compiled_regions import compiled_as_eager
-from memfit.torch_private.modules import bare_step, optimizer_hooks
+from memfit.torch_private.modules import bare_step, no_hooks_on_all_optimizers, optimizer_hooks
 from memfit.torch_private.sharding import is_sharded, local, with_local
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
@@ -228,7 +228,7 @@ def update_cost(
         before = {storage_key(tensor) for tensor in tensors_in(trial.state[fake])}
         needs_values = _is_around_another(optimizer) or (not is_tried(optimizer) and is_of_torch(optimizer))
         try:
-            with compiled_as_eager(), LiveBytes() as live:
+            with compiled_as_eager(), no_hooks_on_all_optimizers(), LiveBytes() as live:
                 if not needs_values:
                     type(optimizer).step(trial)
         except DATA_DEPENDENT_ERRORS:
@@ -366,7 +366,7 @@ def _tried_state(
     if not is_tried(optimizer) or not has_room(optimizer, [parameter]):
         return None
     trial = trial_of(optimizer, [parameter])
-    with undisturbed(parameter.device):
+    with undisturbed(parameter.device), no_hooks_on_all_optimizers():
         type(optimizer).step(trial)
     (state,) = trial.state.values()
     return {name: mode.from_tensor(value) for name, value in state.items() if isinstance(value, torch.Tensor)}

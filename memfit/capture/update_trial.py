@@ -24,6 +24,7 @@ from memfit.cost.observations import Observation, Observations
 from memfit.cost.single_op import undisturbed
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record, taken_bytes
+from memfit.torch_private.modules import no_hooks_on_all_optimizers
 from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import tensors_in
 
@@ -102,7 +103,7 @@ def _measured(target: ParameterUpdate | WholeUpdate, device: torch.device) -> Ob
         scaler.scale(torch.zeros((), device=device))  # a copy makes its scale at its first use
     most_bytes = 0
     seconds: list[float] = []
-    with undisturbed(device):
+    with undisturbed(device), no_hooks_on_all_optimizers():
         for number in range(2 + _TIMED + 1):
             before = _state_bytes(trial)
             started = time.perf_counter()

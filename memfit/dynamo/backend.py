@@ -28,7 +28,7 @@ from memfit.dynamo.inputs import (
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
 from memfit.dynamo.settings import EAGER, GraphSettings, read_options
-from memfit.errors import InvalidOptionError, NotOneGraphError
+from memfit.errors import InvalidOptionError, NotOneGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
@@ -43,6 +43,11 @@ from memfit.torch_private.tensors import (
 _log = logging.getLogger("memfit")
 _Compiled = TypeVar("_Compiled", bound=CompiledGraph)
 _MANY_TIMES = 64  # Dynamo takes eight for a sign of an integer that differs in each call, and goes on in eager
+_BY_INDUCTOR = (
+    "a block that was compiled with kernels='inductor' is called again in the same step, where each call would be "
+    "planned and compiled by itself, and not all within one budget: compile the blocks with PyTorch's own backend "
+    "(block.compile()), and let memfit.checkpoint(model, budget) hold them; or leave out kernels='inductor'"
+)
 
 
 def memfit_backend(
@@ -69,8 +74,9 @@ def memfit_backend(
     Raises:
         InvalidOptionError, InvalidBudgetError: options that cannot be read.
         InfeasibleBudgetError, TimeLimitError: no plan was found for the bytes that the budget leaves.
-        UnsupportedStepError: tensor parallelism; backward with retain_graph=True, before anything is released; a
-            forward pass that runs again before its backward, and a host budget that has no room for it.
+        UnsupportedStepError: tensor parallelism; blocks with Inductor's kernels that do not fit as they are; backward
+            with retain_graph=True, before anything is released; a forward pass that runs again before its backward,
+            and a host budget that has no room for it.
     """
     # Options are read when the graph is first called: an error raised here would reach the user wrapped by Dynamo.
     del example_inputs
@@ -123,6 +129,7 @@ class PlannedGraph:
         self.ends_in_break = ends_in_break(module)
         self.module = with_numbers_as_tensors(as_aot_takes_it(module))
         self._may_be_part = account is None and not is_between_breaks(module)
+        self._is_alone = False  # is a part whose kernels are not planned with other parts
         self.sharing: Sharing | None = None
         self._levels: dict[Any, Levels] = {}
         self.compiled: dict[Any, CompiledGraph] = {}
@@ -154,7 +161,9 @@ class PlannedGraph:
 
     def _look_whether_part(self, inputs: Sequence[Any]) -> None:
         """See at the first call with gradients whether the graph is a part of a model, which shares the budget."""
-        if self._may_be_part and self.options.kernels == EAGER and are_of_part(inputs):
+        if self._may_be_part and are_of_part(inputs) and self.options.kernels != EAGER:
+            self._is_alone = True
+        elif self._may_be_part and are_of_part(inputs):
             settings = self.options.settings
             self.sharing = sharing_of(int(settings.budget), self._device, settings.budget_is)
             self.account = self.sharing.account
@@ -169,6 +178,8 @@ class PlannedGraph:
             levels = self._levels.setdefault(key, Levels(self))
             compiled = self.compiled[key] = self.sharing.part(levels, inputs)
         elif compiled is None or compiled.should_plan_again():
+            if self._is_alone and compiled is not None and compiled.share.is_repeated:
+                raise UnsupportedStepError(_BY_INDUCTOR)
             with self.account.compiling():
                 compiled = self.compiled[key] = self.compile(partial(CompiledGraph, self, inputs, compiled))
         if compiled.plan is not None:

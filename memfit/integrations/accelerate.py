@@ -41,14 +41,15 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
             device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with a Dynamo backend, `memfit.checkpoint`.
-            `compile`, `checkpoint`: that one.
+            `compile`, `checkpoint`: that one; of several processes `compile` holds those of DDP, and leaves other
+            models to `checkpoint`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
             `memfit.compile`; `blocks`, `host_budget`, `budget_is`, `chunk_loss` for `memfit.checkpoint`.
 
     Raises:
         InvalidTargetError: no model.
         InvalidOptionError: door="eager", whose end no accelerator tells.
-        UnsupportedStepError: several processes, or a Dynamo backend, with door="compile".
+        UnsupportedStepError: a Dynamo backend with door="compile".
         MemfitError: as the door.
     """
     if door == EAGER:
@@ -57,10 +58,10 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
             "`with memfit.eager(model, budget=...):` around the loop"
         )
     is_divided = accelerator.distributed_type != DistributedType.NO
-    why = f"the accelerator is distributed ({accelerator.distributed_type})" if is_divided else ""
+    over_ranks = f"the accelerator is distributed ({accelerator.distributed_type})" if is_divided else ""
     backend = accelerator.state.dynamo_plugin.backend
-    if backend != DynamoBackend.NO:
-        why = why or f"the accelerator compiles the model (dynamo_backend={backend.value.lower()!r})"
+    is_compiled = backend != DynamoBackend.NO
+    why = f"the accelerator compiles the model (dynamo_backend={backend.value.lower()!r})" if is_compiled else ""
     HeldModel(budget, door, options, _WHERE)  # a wrong option is refused before anything is prepared
     prepared = accelerator.prepare(*things)
     made = prepared if len(things) > 1 else (prepared,)
@@ -73,7 +74,7 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         own = set(model.parameters())
         theirs = [each for each in optimizers if len(models) == 1 or not own.isdisjoint(parameters_of(each))]
         held.append(HeldModel(budget, door, options, _WHERE))
-        held[-1].hold(model, why_not_compile=why, has_end=False)
+        held[-1].hold(model, why_not_compile=why, over_ranks=over_ranks, has_end=False)
         held[-1].follow(*theirs)
     accelerator.memfit = held  # pyright: ignore[reportAttributeAccessIssue] # for their reports
     return prepared

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.step_check import is_over_ranks
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.reporting import Report
 from memfit.doors.compile import LEAVES_WHOLE, hand_over
@@ -17,9 +18,11 @@ from memfit.eager_mode.eager import Report as EagerReport
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.torch_private.modules import eager_call, is_compiled, own_call
+from memfit.torch_private.ranks import inside_ddp
 
 AUTO, COMPILE, CHECKPOINT, EAGER = "auto", "compile", "checkpoint", "eager"
 GOES_ON = "memfit: %s: %s; eager mode, which frees single tensors, goes on"
+DDP = "several processes train the model (DDP)"
 _log = logging.getLogger("memfit")
 _OPTIONS = {
     CHECKPOINT: ("blocks", "budget_is", "chunk_loss", "host_budget"),
@@ -126,6 +129,7 @@ class HeldModel:
         model: torch.nn.Module,
         *,
         why_not_compile: str = "",
+        over_ranks: str = "",
         is_training: bool = True,
         has_end: bool = True,
         **given: Any,
@@ -135,6 +139,8 @@ class HeldModel:
         Args:
             model: if it is trained now, on its device.
             why_not_compile: why compile may not hold it, so that `auto` takes checkpoint at once; empty if it may.
+            over_ranks: how several processes train it, for which `auto` takes checkpoint at once, and so does compile
+                but under DDP; empty if they do not.
             is_training: whether a training begins; without one only compile holds a model.
             has_end: whether `end_training` will be called; without an end, `auto` takes no eager mode.
             given: options of compile by the library's settings; the user's go first.
@@ -147,7 +153,12 @@ class HeldModel:
         if is_compiled(model) and not isinstance(own_call(model), PlannedCalls):
             why_not_compile = why_not_compile or "the model is compiled already"
         self.require_allowed(why_not_compile)
-        compiles = self._door == COMPILE or (self._door == AUTO and not why_not_compile)
+        if self._door == COMPILE:
+            wrapped, model = model, inside_ddp(model)
+            is_ddp = model is not wrapped or over_ranks == DDP
+            over_ranks = is_over_ranks(model) or ("" if is_ddp else over_ranks)
+        why_not_compile = why_not_compile or over_ranks
+        compiles = self._door in (AUTO, COMPILE) and not why_not_compile
         if model is self.model and (own_call(model) is self._by or not isinstance(self._by, PlannedCalls)):
             return
         self.let_go()

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from memfit.errors import InvalidTargetError, UnsupportedStepError, naming_extra
-from memfit.integrations.held import HeldModel, Reporting
+from memfit.integrations.held import DDP, HeldModel, Reporting
 from memfit.integrations.metrics import Metrics
 
 # The core alone, or the whole framework, whose core has another name.
@@ -34,7 +34,8 @@ class MemfitCallback(Reporting, lightning.Callback):
             the LightningModule itself, for a `training_step` that calls `self(inputs)`.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, and for a
             module that the compiler breaks into several graphs, `memfit.checkpoint`. `compile`, `checkpoint`, `eager`:
-            that one; the latter two are on from the beginning of a training to its end.
+            that one; the latter two are on from the beginning of a training to its end. Of several processes `compile`
+            holds those of DDP, and leaves other models to `checkpoint`.
         log_to: where what steps take is written every `log_every_n_steps`, such as a logger of Lightning, `wandb` or
             `mlflow`: see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
@@ -43,7 +44,7 @@ class MemfitCallback(Reporting, lightning.Callback):
 
     Raises:
         InvalidTargetError: there is no such module.
-        UnsupportedStepError: several devices, with door="compile"; a training step that did not call the module.
+        UnsupportedStepError: a training step that did not call the module.
         MemfitError: as the door.
     """
 
@@ -73,10 +74,13 @@ class MemfitCallback(Reporting, lightning.Callback):
                 f"{_WHERE}: {type(pl_module).__name__} has no module {self._name!r}; it has "
                 f"{', '.join(name for name in modules if name and '.' not in name)}"
             )
-        why = f"the Trainer runs {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        over_ranks = f"the Trainer runs {trainer.world_size} processes" if trainer.world_size > 1 else ""
+        if over_ranks and type(trainer.strategy) is lightning.strategies.DDPStrategy:  # DeepSpeed's is derived from it
+            over_ranks = DDP
         # manual optimization runs backward in `training_step`, which is inside autocast
         manual = not pl_module.automatic_optimization
-        self._held.hold(modules[self._name], why_not_compile=why, is_training=is_training, backward_autocast=manual)
+        module = modules[self._name]
+        self._held.hold(module, over_ranks=over_ranks, is_training=is_training, backward_autocast=manual)
 
     def _begin_batch(self, *_given: Any) -> None:
         """Note which calls ran before the batch."""

@@ -8,7 +8,7 @@ import torch
 
 from memfit.checkpointing.blocks import find_blocks
 from memfit.errors import UnsupportedStepError, naming_extra
-from memfit.integrations.held import HeldModel, Reporting
+from memfit.integrations.held import DDP, HeldModel, Reporting
 from memfit.integrations.metrics import Metrics
 from memfit.torch_private.modules import is_compiled
 
@@ -34,7 +34,8 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
             device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
             model that the compiler breaks into several graphs, and with `torch_compile=True`, `memfit.checkpoint`.
-            `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end.
+            `compile`, `checkpoint`, `eager`: that one; `eager` is on from the beginning of a training to its end. Of
+            several processes `compile` holds those of DDP, and leaves other models to `checkpoint`.
         log_to: where what steps take is written every `logging_steps`, such as a SummaryWriter, `wandb` or `mlflow`:
             see `memfit.integrations.metrics`.
         options: of the door: those of `memfit.options.CompileOptions`, such as `planner` and `kernels`, for
@@ -84,13 +85,14 @@ class MemfitCallback(Reporting, transformers.TrainerCallback):
                 f"{_WHERE}: the Trainer runs on {args.n_gpu} devices by DataParallel, in one process; start it with "
                 "torchrun, or show it one device, for example by CUDA_VISIBLE_DEVICES=0"
             )
-        is_divided = args.world_size > 1 or args.deepspeed or args.fsdp
-        why = "the Trainer runs on several devices (DDP, FSDP or DeepSpeed)" if is_divided else ""
-        if args.torch_compile:
-            why = why or "the Trainer compiles the model (torch_compile=True)"
+        is_sharded = args.deepspeed or args.fsdp
+        over_ranks = DDP if args.world_size > 1 else ""
+        over_ranks = "the Trainer runs by FSDP or DeepSpeed" if is_sharded else over_ranks
+        why = "the Trainer compiles the model (torch_compile=True)" if args.torch_compile else ""
+        if why:
             self._held.require_allowed(why)
             self._compile(model)
-        self._held.hold(model, why_not_compile=why, is_training=is_training)
+        self._held.hold(model, why_not_compile=why, over_ranks=over_ranks, is_training=is_training)
 
     def _compile(self, model: torch.nn.Module) -> None:
         """Compile the model that the Trainer gives to its callbacks: the one inside of Accelerate's wrapper."""

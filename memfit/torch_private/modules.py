@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -128,6 +128,16 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
     while step.__code__.co_filename == torch_optimizer.__file__ and hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step
+
+
+@contextmanager
+def no_hooks_on_all_optimizers() -> Iterator[None]:
+    """Let steps in the block run no hooks that are registered for all optimizers: a trial is no step of the user's."""
+    with (
+        replaced(torch_optimizer, "_global_optimizer_pre_hooks", {}),
+        replaced(torch_optimizer, "_global_optimizer_post_hooks", {}),
+    ):
+        yield
 
 
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:

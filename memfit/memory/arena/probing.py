@@ -19,6 +19,7 @@ from memfit.graph import Graph, Op
 from memfit.memory.arena.layout import Recording
 from memfit.memory.arena.library import ArenaLibrary
 from memfit.memory.arena.orders import ELSEWHERE, SPARE, Order, arranged
+from memfit.torch_private.modules import no_hooks_on_all_optimizers
 from memfit.torch_private.tensors import tree_flatten
 
 Orders = Mapping[int, Order]
@@ -140,7 +141,7 @@ def _first_update(
         optimizer = alone(optimizer)
         optimizer.param_groups = [{**optimizer.param_groups[target.group], "params": list(target.parameters)}]
     trial = trial_of(optimizer, target.parameters)
-    with undisturbed(device), uncollected():
+    with undisturbed(device), uncollected(), no_hooks_on_all_optimizers():
         recording = _recorded(library, lambda: clip_and_step(trial, clip_norm, None))
     results = [ELSEWHERE if outlives else SPARE for outlives in recording.outlives.tolist()]
     return _order(recording, results, alignment_bytes)
