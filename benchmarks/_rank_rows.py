@@ -200,7 +200,7 @@ def divided(way: Way, *, compiles: bool = False) -> Wrapped:
 
 def tied(width: int) -> nn.Module:
     """Return a model whose embedding and head are one parameter."""
-    model = Transformer(width)
+    model: Any = Transformer(width)
     model.head.weight = model.embedding.weight
     return model
 

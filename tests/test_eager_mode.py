@@ -272,7 +272,7 @@ def test_over_the_budget_names_the_call_and_the_line() -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(InvalidBudgetError, match="percentage"):
+    with pytest.raises(InvalidBudgetError, match="share of a step's peak"):
         memfit.eager(mlp(), budget="60%")
 
 

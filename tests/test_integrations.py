@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_models import Outside
 from occupied import bytes_now
 from torch import nn
 
@@ -273,22 +274,6 @@ def test_a_trainer_whose_model_breaks_into_graphs_keeps_its_bits_and_its_budget(
     trainer.evaluate()
 
 
-class _Wide(nn.Module):
-    """What takes the most is in no block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16)) for _ in range(2))
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            values = block(values)
-        wide = values.repeat(1, 64)
-        for _ in range(6):
-            wide = nn.functional.dropout(wide.sin().exp(), 0.1, self.training)
-        return wide
-
-
 def test_what_checkpoints_cannot_hold_goes_on_in_eager_mode(caplog: pytest.LogCaptureFixture) -> None:
     from memfit.eager_mode.eager import Report as EagerReport
     from memfit.integrations.held import HeldModel
@@ -302,7 +287,7 @@ def test_what_checkpoints_cannot_hold_goes_on_in_eager_mode(caplog: pytest.LogCa
             optimizer.zero_grad()
         return [parameter.detach().clone() for parameter in model.parameters()]
 
-    model, held = _Wide(), HeldModel(bytes_now(CPU) + (20 << 20), "auto", {}, "here")
+    model, held = Outside(), HeldModel(bytes_now(CPU) + (20 << 20), "auto", {}, "here")
     before = copy.deepcopy(model)
     held.hold(model, why_not_compile="there are ranks")
     trained = train(model)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from memfit.errors import InfeasibleBudgetError
+from memfit.errors import InfeasibleBudgetError, UnsupportedStepError
 
 SIZE = 16
 SEEDS = range(40)
@@ -186,7 +186,13 @@ def test_a_random_program_has_eagers_bits(door: str, seed: int) -> None:
         expected = trained(seed, None)
     except RuntimeError as error:  # a write to what backward reads
         pytest.skip(str(error))
-    pairs = list(zip(expected, trained(seed, door), strict=True))
+    try:
+        found = trained(seed, door)
+    except UnsupportedStepError as error:  # breaks leave no graph with a backward half
+        if door != "graph breaks" or "no graph of it has reached the backend" not in str(error):
+            raise
+        pytest.skip(str(error))
+    pairs = list(zip(expected, found, strict=True))
     if door == "graph breaks":  # gradients have the strides that the compiler assumes, so that last bits may differ
         assert all(torch.allclose(left, right, rtol=1e-4, atol=1e-6) for left, right in pairs)
     else:

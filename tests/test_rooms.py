@@ -183,7 +183,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compiled_regions", "tensors"),
         ("patching",),
     ),
-    "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("found_models", "held")),
+    "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("found_models",), ("held",)),
 }
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 INNER_LEVEL = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_models import Outside
 from torch import nn
 
 from memfit.commands.run import main
@@ -270,22 +271,6 @@ def test_what_checkpoints_cannot_hold_is_held_in_eager_mode(running: Running, ki
     assert "forward" not in vars(copied)
 
 
-class _Wide(nn.Module):
-    """What takes the most is in no block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        wide = x.repeat(1, 64)
-        for _ in range(6):
-            wide = nn.functional.dropout(wide.sin().exp(), 0.1, self.training)
-        return wide
-
-
 @pytest.mark.parametrize("kind", ["alone", "in turns", "evaluated"])
 def test_a_step_that_checkpoints_cannot_hold_goes_on_in_eager_mode(running: Running, kind: str) -> None:
     def train(models: list[nn.Module]) -> list[torch.Tensor]:
@@ -302,7 +287,7 @@ def test_a_step_that_checkpoints_cannot_hold_goes_on_in_eager_mode(running: Runn
                     model.train()
         return [parameter.detach().clone() for model in models for parameter in model.parameters()]
 
-    models = [_Wide() for _ in range(2 if kind == "in turns" else 1)]
+    models = [Outside() for _ in range(2 if kind == "in turns" else 1)]
     held = train(copied := copy.deepcopy(models))
     found = running.end()
     assert _equal(held, train(models))

@@ -16,7 +16,6 @@ NO_BLOCKS = (
     "blocks=['encoder.layers.*', 'decoder.*']), or use eager mode (memfit.eager, memfit run --door eager), which needs "
     "none"
 )
-OR_EAGER_MODE = ", or train in eager mode (memfit.eager, memfit run --door eager)"
 _LEAST_MEMBERS = 2
 _MOST_NAMED = 8  # in a message
 _LEAST_PIECES = 2

@@ -27,6 +27,8 @@ from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import global_module_hooks, module_tables, tables_of
 from memfit.torch_private.tensors import BatchNormBase, is_plain_dense, storage_key
 
+OR_EAGER_MODE = ", or train in eager mode (memfit.eager, memfit run --door eager)"
+"""Ends a refusal of what a block reaches."""
 _CODE = (FunctionType, type, ModuleType, torch.nn.Module)
 _CALLED = (FunctionType, MethodType, partial)
 _CONTAINERS = (dict, list, deque, set, frozenset, *BUFFERS)

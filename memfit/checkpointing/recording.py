@@ -13,8 +13,8 @@ import torch
 
 from memfit.capture.draws import HostGenerators
 from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
-from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.choices import none_choice
+from memfit.checkpointing.reached import OR_EAGER_MODE
 from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError

@@ -16,8 +16,7 @@ import torch
 
 from memfit.capture.copies import ATOMS, MISSING, is_same
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.blocks import OR_EAGER_MODE
-from memfit.checkpointing.reached import FoundInValues, Reach, is_exchanged, may_change, needs_a_look
+from memfit.checkpointing.reached import OR_EAGER_MODE, FoundInValues, Reach, is_exchanged, may_change, needs_a_look
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import as_integers
 from memfit.memory.place import Place

@@ -16,12 +16,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from memfit.capture.code_reads import calls_scripts, scripts_in
-from memfit.checkpointing.blocks import OR_EAGER_MODE
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
 from memfit.checkpointing.passes import Pass, Ruling, Spot
-from memfit.checkpointing.reached import reach_of
+from memfit.checkpointing.reached import OR_EAGER_MODE, reach_of
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.snapshots import CallSnapshot
 from memfit.errors import MemfitError, UnsupportedStepError

@@ -143,6 +143,9 @@ class PlannedGraph:
         self._hooks, self._signatures = hooks_on_all_modules(), Signatures()
 
     def __call__(self, *inputs: Any) -> Any:
+        PlannedGraph.calls += 1
+        if PlannedGraph.trained is not None and torch.is_grad_enabled():
+            PlannedGraph.trained |= _parameters_in(inputs)
         refuse_other_hooks(self._hooks)
         refuse_changing_hooks()
         device = device_of(inputs)
@@ -183,9 +186,8 @@ class PlannedGraph:
             with self.account.compiling():
                 compiled = self.compiled[key] = self.compile(partial(CompiledGraph, self, inputs, compiled))
         if compiled.plan is not None:
-            PlannedGraph.calls += 1
-            if PlannedGraph.trained is not None:
-                PlannedGraph.trained |= _parameters_in(inputs) or {None}
+            if PlannedGraph.trained is not None and not _parameters_in(inputs):
+                PlannedGraph.trained |= {None}
             self._warn_of_sums(inputs)
             self.awaiting += 1
         returned = self._run(compiled, inputs)

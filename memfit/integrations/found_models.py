@@ -223,8 +223,10 @@ class Running:
     def _judge(self, module: torch.nn.Module) -> None:
         """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much."""
         held = [loop for each in self._steered if (loop := each.loop()) is not None]
-        own = next(loop for loop in held if loop.model is module)
-        why = "" if any(loop.is_between() for loop in held) else Checkpointed(own).why_leave()
+        own = next((loop for loop in held if loop.model is module), None)
+        if own is None or any(loop.is_between() for loop in held):
+            return
+        why = Checkpointed(own).why_leave()
         if why and own.contract is not None:
             self._done += [each.close() for each in self._steered]
             self._steered.clear()
