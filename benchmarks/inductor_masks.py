@@ -50,20 +50,17 @@ def memfits_halves(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> 
     )
 
 
-def measure(*, model: str) -> dict[str, Any]:
-    """Return a row for each setting of torch's budget."""
+def measure(*, model: str, share: float) -> dict[str, Any]:
+    """Return how far the gradients are at one setting of torch's budget."""
     torch.manual_seed(SEED)
     made, batch = MODELS[model](small=True)
     expected = gradients(made, batch, "inductor")
-    rows: list[dict[str, Any]] = []
-    for share in SHARES:
-        row: dict[str, Any] = {"model": model, "share": share}
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            for whose, backend in (("torch", "inductor"), ("memfit", memfits_halves)):
-                found = gradients(made, batch, backend)
-                row[whose] = float((found - expected).norm() / expected.norm())
-        rows.append(row)
-    return {"rows": rows}
+    row: dict[str, Any] = {"model": model, "share": share}
+    with torch._functorch.config.patch(activation_memory_budget=share):
+        for whose, backend in (("torch", "inductor"), ("memfit", memfits_halves)):
+            found = gradients(made, batch, backend)
+            row[whose] = float((found - expected).norm() / expected.norm())
+    return row
 
 
 def main() -> None:
@@ -73,21 +70,18 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(WITH_DROPOUT), help=names)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for model in given.models:
+    for model, share in [(model, share) for model in given.models for share in SHARES]:
         with fresh_cache():
-            answer = in_fresh_process(
+            row = in_fresh_process(
                 __file__,
-                {"model": model},
+                {"model": model, "share": share},
                 timeout_seconds=CHILD_SECONDS,
                 environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
             )
-        if "error" in answer:
-            raise SystemExit(f"{model}: {answer['error']}")
-        for row in answer["rows"]:
-            print(
-                f"{row['model']:8} {row['share']:.1f}  torch {row['torch']:.1e}  memfit {row['memfit']:.1e}", flush=True
-            )
-        rows += answer["rows"]
+        if "error" in row:
+            raise SystemExit(f"{model}, {share}: {row['error']}")
+        print(f"{model:8} {share:.1f}  torch {row['torch']:.1e}  memfit {row['memfit']:.1e}", flush=True)
+        rows.append(row)
     if set(given.models) == set(WITH_DROPOUT):
         store("inductor_masks", {"rows": rows})
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from memfit.commands.work import Work
-from memfit.plan import Plan
+from memfit.plan import Plan, Progress
 from memfit.planning import Settings, budgets_between, plan_again_at
 from memfit.report import write_html
 from memfit.report.curve import CurvePoint
@@ -64,6 +65,28 @@ def trade_off(
         return []
     budgets = budgets_between(highest, lowest, points)
     budgets += [budget for budget in also if budget not in budgets]
-    work.stage("drawing the trade-off curve", expected_seconds=each_seconds)
+    work.stage("drawing the trade-off curve")
+    settings = replace(settings, progress=_Points(work, len(budgets), each_seconds).show)
     results = plan_again_at(plan, budgets, settings, each_seconds)
     return [CurvePoint.of(budget, result) for budget, result in zip(budgets, results, strict=True)]
+
+
+class _Points:
+    """The progress of searches that follow one another, as a share of them all: a search that begins has taken less.
+
+    Args:
+        work: shows it.
+        points: how many searches.
+        each_seconds: the time limit of each.
+    """
+
+    def __init__(self, work: Work, points: int, each_seconds: float) -> None:
+        self._work, self._points, self._each_seconds = work, points, each_seconds
+        self._done, self._elapsed_seconds = 0, 0.0
+
+    def show(self, progress: Progress) -> None:
+        """Show what is done with this report of the search that runs."""
+        self._done += progress.elapsed_seconds < self._elapsed_seconds
+        self._elapsed_seconds = progress.elapsed_seconds
+        self._work.on_search(progress)
+        self._work.done(self._done + min(progress.elapsed_seconds / self._each_seconds, 1.0), self._points)

@@ -101,7 +101,7 @@ class Work:
         seconds = time.monotonic() - self._began_seconds
         parts = [f"{self._share:.0%}"] if self._share else []
         parts.append(f"{seconds:.0f} s")
-        if self._share:
+        if 0 < self._share < 1:
             parts.append(f"about {seconds / self._share - seconds:.0f} s left")
         return f"{self._title}: {', '.join(parts)}{f'; {self._detail}' if self._detail else ''}"
 

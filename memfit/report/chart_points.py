@@ -61,7 +61,7 @@ def chart_points(run: Run, outside_bytes: int = 0, most_points: int = MOST_POINT
     layers = {layer: column + (outside_bytes if layer == Layer.OUTSIDE else 0) for layer, column in run.layers.items()}
     ops = [run.op_at(position) for position in largest.tolist()]
     return ChartPoints(
-        seconds=run.clock_seconds[firsts].tolist(),
+        seconds=run.clock_seconds[firsts].round(9).tolist(),
         step=computed[firsts].tolist(),
         total=totals[largest].tolist(),
         layers={layer.value: column[largest].tolist() for layer, column in layers.items() if column[largest].any()},

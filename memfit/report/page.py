@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,8 @@ def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int |
         "budget_bytes": plan.budget_bytes,
         "bound_bytes": plan.bounds.least_budget_bound_bytes,
         "unplanned_bytes": plan.unplanned.peak_bytes,
-        "runs": runs,
-        "ops": {op: _op(plan, op) for op in sorted(shown_ops)},
+        "runs": {name: {**run, "layers": _shortened(run["layers"])} for name, run in runs.items()},
+        "ops": {op: _op(plan, op, strings) for op in sorted(shown_ops)},
         "peaks": {"unplanned": _peak(unplanned, outside_bytes), "planned": _peak(planned, outside_bytes)},
         "roles": list(Role),
         "kinds": list(Kind),
@@ -117,9 +117,21 @@ def _data(explanation: Explanation, unplanned: Run, picture_height_pixels: int |
     }
 
 
-def _op(plan: Plan, op_id: int) -> dict[str, str | float]:
+def _shortened(layers: dict[str, list[int]]) -> dict[str, list[int] | int]:
+    """Return the layers with one number for each that does not change, as parameters do."""
+    return {layer: column[0] if len(set(column)) == 1 else column for layer, column in layers.items()}
+
+
+def _op(plan: Plan, op_id: int, strings: dict[str, int]) -> tuple[str, int, int, float]:
+    """Return name, module, phase and seconds of an op; module and phase as numbers of `strings`."""
     op = plan.graph.ops[op_id]
-    return {"name": printable(op.name), "module": printable(op.module), "phase": op.phase, "seconds": op.seconds}
+    module, phase = _numbers([printable(op.module), op.phase.value], strings)
+    return printable(op.name), module, phase, round(op.seconds, 9)
+
+
+def _numbers(texts: Iterable[str], strings: dict[str, int]) -> list[int]:
+    """Return the texts as numbers of `strings`, text -> its number, to which new ones are added."""
+    return [strings.setdefault(text, len(strings)) for text in texts]
 
 
 def _peak(run: Run, outside_bytes: int) -> dict[str, Any]:
@@ -147,19 +159,18 @@ def _storage_columns(explanation: Explanation, strings: dict[str, int]) -> dict[
     """Return the storages as columns; `strings` gathers the texts that many storages share: text -> its number."""
     plan, of_storage = explanation.plan, explanation.fates
     graph, seconds = plan.graph, plan.predicted.seconds
-    modules = [module_text(graph, storage.id) for storage in graph.storages]
     roles, kinds = list(Role), list(Kind)
     return {
         "name": [printable(storage.name) for storage in graph.storages],
-        "module": [strings.setdefault(module, len(strings)) for module in modules],
+        "module": _numbers((module_text(graph, storage.id) for storage in graph.storages), strings),
         "role": [roles.index(storage.role) for storage in graph.storages],
         "bytes": [storage.bytes for storage in graph.storages],
-        "fate": [strings.setdefault(fate.text, len(strings)) for fate in of_storage],
+        "fate": _numbers((fate.text for fate in of_storage), strings),
         "kind": [kinds.index(fate.kind) for fate in of_storage],
         "held": [round(fate.held_seconds / seconds, 4) if seconds else None for fate in of_storage],
-        "live": [_live_text(explanation, stays) for stays in explanation.run.stays],
+        "live": _numbers((_live_text(explanation, stays) for stays in explanation.run.stays), strings),
         "extra_seconds": [round(fate.extra_seconds, 9) or None for fate in of_storage],
-        "why": [printable(fate.why) for fate in of_storage],
+        "why": _numbers((printable(fate.why) for fate in of_storage), strings),
     }
 
 
