@@ -315,14 +315,11 @@ class BudgetMode(UnwrappedMode):
 
     def _open(self) -> None:
         """Begin to measure a pass, where an allocator takes more than is live."""
-        self._window = record(self._device) if self._contract is not None else None
-        self._usage = self._window.__enter__() if self._window is not None else None
+        self._window = record(self._device).begin() if self._contract is not None else None
 
     def _close(self) -> Usage | None:
-        window, usage, self._window = self._window, self._usage, None
-        if window is not None:
-            window.__exit__(None, None, None)
-        return usage
+        window, self._window = self._window, None
+        return None if window is None else window.close()
 
     def _judge(self) -> None:
         """Leave the allocator as much of the budget as the last pass has shown to be unused in its pages."""
