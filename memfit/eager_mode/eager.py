@@ -31,7 +31,7 @@ from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Hook
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
-from memfit.system.budget import format_bytes, on_card, parse_budget, parse_host_budget
+from memfit.system.budget import format_bytes, is_share, on_card, parse_budget, parse_host_budget
 from memfit.system.cpu_limit import CpuLimit
 from memfit.system.recorder import Record, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
@@ -283,7 +283,7 @@ def eager(
             the block, where another thread runs backward of what the block saved.
     """
     require_module(model, "memfit.eager")
-    if isinstance(budget, str) and budget.strip().endswith("%"):
+    if is_share(budget):
         raise InvalidBudgetError(
             f"budget {budget!r} is a share of a step's peak, and eager mode knows no step before it runs: give bytes, "
             "or '90% of the card'"
