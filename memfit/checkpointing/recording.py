@@ -208,6 +208,6 @@ class LeanRecorder:
             return
         usage, self._segment = self._segment.close(), None
         last, own, forward, kept = self._where
-        peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
+        peak_bytes = self._uncounted_bytes + usage.most_live_bytes - self._created_bytes
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes, forward=forward))
         self._kept_in.append(kept)

@@ -66,9 +66,8 @@ class Meter:
         """
         assert self._open is not None
         recorded, self._open = self._open.close(), None
-        live_bytes = self._uncounted_bytes + recorded.start_bytes + recorded.peak_bytes - other_bytes
-        reserved_bytes = 0 if recorded.reserved_bytes is None else recorded.reserved_bytes - other_bytes
-        taken_bytes = max(reserved_bytes, live_bytes)
+        live_bytes = self._uncounted_bytes + recorded.most_live_bytes - other_bytes
+        taken_bytes = max(recorded.most_taken_bytes - other_bytes, live_bytes)
         return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)
 
     def seconds(self) -> float | None:

@@ -42,8 +42,8 @@ class Window:
         if self._open is None:
             return
         usage, self._open = self._open.close(), None
-        self.live_bytes = max(self.live_bytes, usage.start_bytes + usage.peak_bytes)
-        self.held_bytes = max(self.held_bytes, usage.start_bytes + usage.taken_bytes)
+        self.live_bytes = max(self.live_bytes, usage.most_live_bytes)
+        self.held_bytes = max(self.held_bytes, usage.most_taken_bytes)
 
     def close(self) -> None:
         """End the window."""
