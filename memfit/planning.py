@@ -27,7 +27,7 @@ from memfit.planners.engine.pace import processor_clock
 from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.planners.protocols import Planner, SearchOptions
 from memfit.progress import SEARCHING, tell_search, tell_stage
-from memfit.system.budget import Card, format_bytes, on_card, parse_budget
+from memfit.system.budget import Card, format_bytes, is_share, on_card, parse_budget
 from memfit.system.spill_file import require_host_budget
 
 DEFAULT_PLANNER = "auto"
@@ -112,7 +112,7 @@ class Settings:
     @property
     def is_in_bytes(self) -> bool:
         """Whether the budget can be read before the unplanned peak is known."""
-        return not str(self.budget).strip().endswith("%")
+        return not is_share(self.budget)
 
     def on_card(self, card: Callable[[], Card]) -> Settings:
         """Return the same settings with a budget such as `90% of the card` in bytes.

@@ -9,7 +9,28 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
+from memfit.errors import UnsupportedStepError
+
 BY_CHECKPOINT = "memfit.checkpoint(model, budget) holds the budget of this model in your own loop"  # ends refusals
+
+
+def refuse_asked(whose: str, asked: Mapping[str, bool], otherwise: str = "") -> None:
+    """Refuse what a wrapper of the model was asked for, and a planned step does not carry out.
+
+    Args:
+        whose: begins the clause that what was asked for ends.
+        asked: what can be asked for -> whether it was.
+        otherwise: what else can be done, as the end of the sentence.
+
+    Raises:
+        UnsupportedStepError: something was asked for.
+    """
+    named = [what for what, is_asked in asked.items() if is_asked]
+    if named:
+        raise UnsupportedStepError(
+            f"memfit.fit: {whose} {' and '.join(named)}, which a planned step does not carry out: {BY_CHECKPOINT}; or "
+            f"leave that out{otherwise}"
+        )
 
 
 class Across(ABC):

@@ -8,7 +8,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,19 @@ BATCH_NORM_GRADIENTS: dict[Any, tuple[int, int, int | None]] = {
     _aten.cudnn_batch_norm_backward: (3, 4, None),
     _aten.miopen_batch_norm_backward: (3, 4, None),
 }
+
+
+def updated_places(func: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the positions of the running statistics that a call updates; none in evaluation, and of other operators.
+
+    Args:
+        func: any operator overload.
+        args: of the call, by position.
+    """
+    known = BATCH_NORMS.get(func._overloadpacket)
+    if known is None or (known[2] is not None and not args[known[2]]):
+        return ()
+    return tuple(place for place in known[:2] if isinstance(args[place], torch.Tensor))
 
 
 def without_idle_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall, TracedStorage
 from memfit.cost.observations import Observation
 from memfit.graph import Boundary, Graph, Op, Role, Storage
+from memfit.rebuild import rebuilt
 from memfit.torch_private.tensors import tree_flatten
 
 
@@ -61,6 +62,23 @@ class Captured:
         assert self.guards is not None
         leaves = tree_flatten(batch)[0]
         return all(look.ask(leaves, self.guards.tensors.at_hand) == look.answer for look in self.looks)
+
+    def with_ops(self, made: Iterable[tuple[Op, Call]], left: Sequence[int] | None = None) -> Captured:
+        """Return the step of other ops, in this order, none of which was observed.
+
+        Args:
+            made: the ops, each with its call, with the numbers of this graph's storages.
+            left: ids of the storages that are left, in their new order; None if all are.
+        """
+        pairs, binding = list(made), self.binding
+        left = range(len(self.graph.storages)) if left is None else left
+        numbers = Renumbering({old: new for new, old in enumerate(left)})
+        return replace(
+            self,
+            graph=rebuilt(self.graph, [op for op, _ in pairs], left),
+            binding=numbers.binding(binding.device, [call for _, call in pairs], binding.residents, binding.outputs),
+            observed=(),
+        )
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:

@@ -229,11 +229,6 @@ class Items:
             return now == held
         return len(now) == len(held) and (all(map(operator.is_, held, now)) or all(map(is_same, held, now)))
 
-    def put_numbers_back(self) -> None:
-        """Write back what an array or another buffer held."""
-        if isinstance(self.items, BUFFERS) and self.is_changed:
-            self.write(self.before)
-
     def write(self, held: Any) -> None:
         """Let it hold what `read` has returned."""
         items = self.items

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import BY_CHECKPOINT, Across
+from memfit.capture.across import BY_CHECKPOINT, Across, refuse_asked
 from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.memory.place import fills_memory
 from memfit.system.recorder import taken_bytes
@@ -239,12 +239,7 @@ def _require_plain(model: torch.nn.parallel.DistributedDataParallel) -> None:
         "parameters that it ignores or reduces later": bool(model.parameters_to_ignore),
         "a communication hook": bool(ddp_facts(model).get("comm_hook")),
     }
-    named = [what for what, is_there in found.items() if is_there]
-    if named:
-        raise UnsupportedStepError(
-            f"memfit.fit: the model is wrapped in DDP with {' and '.join(named)}, which a planned step does not carry "
-            f"out: {BY_CHECKPOINT}; or leave that out, or give the bare model and process_group"
-        )
+    refuse_asked("the model is wrapped in DDP with", found, ", or give the bare model and process_group")
     _require_not_joined(model)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.batch_norms import updated_places
 from memfit.capture.corrected_fakes import as_corrected, real_results
 from memfit.capture.generators import states_kept
 from memfit.capture.live_bytes import LiveBytes
@@ -375,11 +375,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes to, also those that its schema hides."""
-    written = mutated_tensors(func, args, kwargs)
-    if func._overloadpacket in BATCH_NORMS:
-        mean, variance, _ = BATCH_NORMS[func._overloadpacket]
-        written += [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
-    return written
+    return [*mutated_tensors(func, args, kwargs), *(args[place] for place in updated_places(func, args))]
 
 
 def leaves_are_real(step: TrainingStep, batch: Any) -> bool:

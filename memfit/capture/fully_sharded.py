@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import BY_CHECKPOINT, Across
+from memfit.capture.across import BY_CHECKPOINT, Across, refuse_asked
 from memfit.capture.data_parallel import data_parallel
 from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.absent import is_absent
@@ -207,9 +207,4 @@ def _require_plain(facts: GroupFacts) -> None:
         or (facts.replicas is not None and not is_absent(facts.replicas)),
         "parameters of several dtypes": len(dtypes) > 1 or len(trained) > 1,
     }
-    named = [what for what, is_there in found.items() if is_there]
-    if named:
-        raise UnsupportedStepError(
-            f"memfit.fit: fully_shard of {_title(facts)} has {' and '.join(named)}, which a planned step does not "
-            f"carry out: {BY_CHECKPOINT}; or leave that out"
-        )
+    refuse_asked(f"fully_shard of {_title(facts)} has", found)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.memory.place import Place, fills_memory, reinterpret
+from memfit.memory.place import Place, fills_memory
 from memfit.torch_private.autograd import casting
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
@@ -87,9 +87,7 @@ def as_the_real_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     mode = fake_mode_of(tensors_in((args, kwargs))[0])
 
     def zeros(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+        return Place.of(leaf).empty(leaf.device).zero_() if isinstance(leaf, torch.Tensor) else leaf
 
     with real_tensors():
         returned = func(*tree_map(zeros, args), **tree_map(zeros, kwargs))
@@ -313,9 +311,7 @@ class PartOverwritten:
     """
 
     view: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    place: Place
     length: int
 
     @property
@@ -323,8 +319,7 @@ class PartOverwritten:
         return f"part_overwritten.{self.view}"
 
     def __call__(self, whole: torch.Tensor, part: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        storage = torch.empty(self.length, dtype=whole.dtype, device=whole.device)
-        made = reinterpret(storage, whole.dtype, self.shape, self.stride, self.offset)
+        made = self.place.on(torch.empty(self.length, dtype=whole.dtype, device=whole.device))
         self.view(made.copy_(whole), *args, **kwargs).copy_(part)
         return made
 

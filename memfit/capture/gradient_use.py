@@ -25,7 +25,7 @@ from memfit.capture.shard_reductions import ShardReductions
 from memfit.capture.shards import Shards
 from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall
-from memfit.capture.training_step import TrainingStep
+from memfit.capture.training_step import TrainingStep, with_groups
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import FakeTensorMode, storage_key
 
@@ -80,20 +80,19 @@ class GradientUse:
         if optimizer is None:
             return
         costs = UpdateCosts(optimizer, self._mode)
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if not parameter.requires_grad or parameter not in self._fakes:
-                    continue
-                fake = self._fakes[parameter]
-                cost = costs.of(parameter, self._updated_tensor(fake), number)
-                states: list[int] = []
-                for key, tensor in cost.state.items():
-                    name = f"{self._names[parameter]}.{key}"
-                    value = self._trace.add_resident(
-                        tensor, role=Role.STATE, origin=Origin.STATE, key=name, name=f"optimizer:{name}"
-                    )
-                    states.append(value.storage)
-                self._updates[fake] = _Update(parameter, number, tuple(states), cost.workspace_bytes)
+        for number, parameter in with_groups(optimizer):
+            if not parameter.requires_grad or parameter not in self._fakes:
+                continue
+            fake = self._fakes[parameter]
+            cost = costs.of(parameter, self._updated_tensor(fake), number)
+            states: list[int] = []
+            for key, tensor in cost.state.items():
+                name = f"{self._names[parameter]}.{key}"
+                value = self._trace.add_resident(
+                    tensor, role=Role.STATE, origin=Origin.STATE, key=name, name=f"optimizer:{name}"
+                )
+                states.append(value.storage)
+            self._updates[fake] = _Update(parameter, number, tuple(states), cost.workspace_bytes)
 
     def hooks(self) -> list[Any]:
         """Register what uses a gradient as soon as it is there, and return the hooks' handles."""

@@ -23,6 +23,7 @@ from memfit.capture.traced import TracedCall, mutated_tensors
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
+from memfit.memory.place import Place
 from memfit.torch_private.tensors import (
     bare_overload,
     draws,
@@ -133,8 +134,7 @@ class _JointCapture:
         Args:
             name, between, written_by_others: as for `capture_joint`.
         """
-        primals = [n for n in self.nodes if n.op == "placeholder" and not is_tangent(n)]
-        tangents = [n for n in self.nodes if n.op == "placeholder" and is_tangent(n)]
+        primals, tangents = arguments_of(self.joint)
         for position, node in enumerate(primals):
             self._enter(node, position)
         forward = self._forward_nodes()
@@ -215,9 +215,7 @@ class _JointCapture:
                 continue
             if storage_key(value) in seen or value.storage_offset():
                 with fake_mode_of(value):
-                    self._results[node] = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
+                    self._results[node] = Place.of(value).empty(value.device)
             seen.add(storage_key(value))
 
     def _forward_nodes(self) -> set[Node]:
@@ -347,6 +345,18 @@ def _is_stale(node: Node, args: tuple[Any, ...]) -> bool:
     if not args or not is_fake(args[0]) or not is_view(node.target):
         return False
     return any(storage_key(each) != storage_key(args[0]) for each in tensors_in(node.meta.get("val")))
+
+
+def arguments_of(module: GraphModule) -> tuple[list[Node], list[Node]]:
+    """Return the placeholders of a joint graph, or of a half of one: those of forward's tensors, and the tangents."""
+    given = module.graph.find_nodes(op="placeholder")
+    return [node for node in given if not is_tangent(node)], [node for node in given if is_tangent(node)]
+
+
+def outputs_of(module: GraphModule) -> Sequence[Any]:
+    """Return what a joint graph, or a half of one, returns: nodes and constants."""
+    (outputs,) = next(iter(module.graph.find_nodes(op="output"))).args
+    return outputs  # pyright: ignore[reportReturnType]
 
 
 def is_tangent(node: Node) -> bool:

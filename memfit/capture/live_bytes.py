@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from memfit.torch_private.autograd import TorchDispatchMode
 from memfit.torch_private.tensors import storage_key, tensors_in
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live tensors among those made under it; `peak_bytes` is their maximum."""
+def _storage_bytes(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
-    def __init__(self) -> None:
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors among those made under it; `peak_bytes` is their maximum.
+
+    Args:
+        size_of: gives the bytes that count of a tensor's storage.
+    """
+
+    def __init__(self, size_of: Callable[[torch.Tensor], int] = _storage_bytes) -> None:
         super().__init__()
+        self._size_of = size_of
         self.live_bytes = 0
         self.peak_bytes = 0
         self._holders: dict[int, int] = {}
@@ -25,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
             key = storage_key(tensor)
             if key in inputs and key not in self._holders:
                 continue
-            size = tensor.untyped_storage().nbytes()
+            size = self._size_of(tensor)
             if key not in self._holders:
                 self._holders[key] = 0
                 self.live_bytes += size

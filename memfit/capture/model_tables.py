@@ -19,9 +19,13 @@ import torch
 from memfit.capture.gradient_use import GradientUse
 from memfit.capture.trace import Trace
 from memfit.errors import NoGraphError, UnsupportedStepError
+from memfit.memory.place import Place
 from memfit.torch_private.modules import module_tables, submodules_table
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.tensors import BatchNormBase, is_fake, storage_key
+
+Tables = tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+"""Tables of modules, each with a copy of what it held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +58,34 @@ def swapped(model: torch.nn.Module, fakes: Mapping[torch.Tensor, torch.Tensor]) 
         model: its modules' tables are written to.
         fakes: of each parameter and buffer of it; what has none stays in its place.
     """
-    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    entries: list[Entry] = []
-    for module_name, module in model.named_modules():
-        kept.append((submodules_table(module), dict(submodules_table(module))))
-        for table in module_tables(module):
-            kept.append((table, dict(table)))
-            entries += [
-                Entry(module=module_name, table=table, name=name, tensor=tensor)
-                for name, tensor in table.items()
-                if tensor is not None and tensor in fakes
-            ]
+    kept = tables_now(model)
+    entries = [
+        Entry(module=module_name, table=table, name=name, tensor=tensor)
+        for module_name, module in model.named_modules()
+        for table in module_tables(module)
+        for name, tensor in table.items()
+        if tensor is not None and tensor in fakes
+    ]
     for entry in entries:
         entry.table[entry.name] = fakes[entry.tensor]
     try:
         yield entries
     finally:
-        for table, before in kept:
-            if len(table) != len(before) or any(table.get(name) is not value for name, value in before.items()):
-                table.clear()
-                table.update(before)
+        put_tables_back(kept)
+
+
+def tables_now(model: torch.nn.Module) -> Tables:
+    """Return the tables of parameters, buffers and modules of all of a model's modules, each with a copy of it."""
+    tables = (each for module in model.modules() for each in (*module_tables(module), submodules_table(module)))
+    return tuple((table, dict(table)) for table in tables)
+
+
+def put_tables_back(kept: Tables) -> None:
+    """Let tables that hold something else than their copies hold what these do, in their order."""
+    for table, before in kept:
+        if len(table) != len(before) or any(table.get(key, before) is not value for key, value in before.items()):
+            table.clear()
+            table.update(before)
 
 
 @contextmanager
@@ -260,7 +272,7 @@ def _with_replaced_memory(
     found: dict[torch.Tensor, Entry] = {}
     for entry in entries:
         before, after = memory[entry.tensor], fakes[entry.tensor]
-        if storage_key(after) == storage_key(before) and _form(after) == _form(before):
+        if _place(after) == _place(before):
             continue
         is_alike = (after.shape, after.stride(), after.dtype) == (before.shape, before.stride(), before.dtype)
         if storage_key(after) == storage_key(before) or not is_alike:
@@ -307,9 +319,9 @@ def memory_put_back(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for tensor, before in kept:
-            if storage_key(tensor) != storage_key(before) or _form(tensor) != _form(before):
+            if _place(tensor) != _place(before):
                 tensor.data = before
 
 
-def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+def _place(tensor: torch.Tensor) -> Place:
+    return Place.of(tensor, storage_key(tensor))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from memfit.cost.environment import free_bytes
 from memfit.cost.single_op import undisturbed
 from memfit.errors import UnsupportedStepError
 from memfit.memory.kept_on_host import is_kept_on_host, on_device
-from memfit.memory.place import span_bytes
+from memfit.memory.place import Place, span_bytes
 from memfit.system.alive import alive_objects
 from memfit.torch_private.absent import real_form
 from memfit.torch_private.compiled_regions import compiled_as_eager
@@ -50,6 +51,18 @@ def _as_tensor(gradient: Gradient, parameter: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(*gradient, parameter.shape, check_invariants=False)
 
 
+@contextmanager
+def in_grad(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Gradient]) -> Iterator[None]:
+    """Let parameters have gradients in `.grad` in the block, and none after it."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = _as_tensor(gradient, parameter)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+
+
 class ParameterUpdate:
     """The update of some parameters of a group: `ParameterUpdate(...)(*gradients)` runs the optimizer's `step` on them.
 
@@ -75,15 +88,10 @@ class ParameterUpdate:
     def __call__(self, *gradients: Gradient) -> None:
         # Groups and state are read at each step: a scheduler writes to them, load_state_dict replaces them.
         optimizer, mine = self.optimizer, self._alone
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = _as_tensor(gradient, parameter)
         mine.state = optimizer.state
         mine.param_groups = [{**optimizer.param_groups[self.group], "params": list(self.parameters)}]
-        try:
+        with in_grad(self.parameters, gradients):
             bare_step(mine)(mine)
-        finally:
-            for parameter in self.parameters:
-                parameter.grad = None
 
 
 class WholeUpdate:
@@ -100,13 +108,8 @@ class WholeUpdate:
         self.workspace_bytes = workspace_bytes
 
     def __call__(self, *gradients: Gradient) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = _as_tensor(gradient, parameter)
-        try:
+        with in_grad(self.parameters, gradients):
             self.step.update()
-        finally:
-            for parameter in self.parameters:
-                parameter.grad = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +382,7 @@ def _fake_state(state: Mapping[str, Any], mode: FakeTensorMode, fake: torch.Tens
         if is_sharded(value):
             return torch.empty_like(fake, dtype=value.dtype)
         if is_kept_on_host(value):
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=fake.device)
+            return Place.of(value).empty(fake.device)
         if _is_count(value):
             with real_tensors():
                 number = value.tolist()

@@ -81,14 +81,12 @@ class Reads(Discovery):
             if held.is_changed:
                 held.put_back()
 
-    def put_numbers_back(self) -> None:
-        """Write what arrays held back, and set iterators back: the step will be run as it is, from the state before.
+    def put_iterators_back(self) -> None:
+        """Set iterators back: the step will be run as it is, from the state before.
 
         Raises:
             UnsupportedStepError: a value was taken from an iterator that cannot be set back.
         """
-        for items in self.items:
-            items.put_numbers_back()
         for position in self.positions:
             if position.is_changed and not position.put_back():
                 raise UnsupportedStepError(

@@ -75,7 +75,7 @@ def in_place_form(
         return None
     result = results[0]
     showing = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Value) and leaf.storage == storage]
-    if result is None or len(showing) != 1 or _layout(showing[0]) != _layout(result):
+    if result is None or len(showing) != 1 or replace(showing[0], storage=result.storage) != result:
         return None
     if result.dtype.is_complex and not all_laid_out_as(result, (args, kwargs)):
         return None
@@ -94,10 +94,6 @@ def in_place_form(
 def _name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     return "" if schema is None else schema.name
-
-
-def _layout(value: Value) -> tuple[Any, ...]:
-    return value.dtype, value.shape, value.stride, value.offset, value.conjugated, value.negated
 
 
 def all_laid_out_as(result: Value, given: Any) -> bool:

@@ -21,12 +21,10 @@ import torch
 
 from memfit.binding import Binding, Call, Value, values_in
 from memfit.capture.build import Captured
-from memfit.capture.renumber import Renumbering
 from memfit.capture.row_wise import arguments_by_rows, is_by_rows, is_row_wise, map_arguments
 from memfit.cost.op_inputs import InputMaker
 from memfit.graph import Graph, Op, Phase
 from memfit.memory.place import bytes_of, lazy_view
-from memfit.rebuild import rebuilt
 from memfit.torch_private.tensors import tensors_in, tree_flatten
 
 COUNTS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -67,10 +65,7 @@ class RowChunks:
         return min(self.rows, -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if rows > _ALIGNED_ROWS else rows)
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        whole = {
-            value.storage: torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.device)
-            for value in self.outputs
-        }
+        whole = {value.storage: value.empty(self.device) for value in self.outputs}
         used = ((number, values_in((each.args, each.kwargs, each.results))) for number, each in enumerate(self.parts))
         last_use = {value.storage: number for number, values in used for value in values}
         for start in range(0, self.rows, self.rows_at_once):
@@ -303,11 +298,9 @@ def _with_chain(captured: Captured, chain: _Chain, count: int) -> tuple[Captured
         seconds=0.0,
     )
     call = Call(op=place, target=target, args=args, results=target.outputs)
-    changed = rebuilt(graph, [joined if op < 0 else graph.ops[op] for op in order], left)
-    numbers = Renumbering({old: new for new, old in enumerate(left)})
-    calls = [call if op < 0 else binding.calls[op] for op in order]
-    bound = numbers.binding(binding.device, calls, binding.residents, binding.outputs)
-    return replace(captured, graph=changed, binding=bound, observed=()), bound.calls[place]
+    made = [(joined, call) if op < 0 else (graph.ops[op], binding.calls[op]) for op in order]
+    changed = captured.with_ops(made, left)
+    return changed, changed.binding.calls[place]
 
 
 def _target(binding: Binding, chain: _Chain, count: int, outputs: set[int]) -> tuple[RowChunks, tuple[Value, ...]]:

@@ -20,6 +20,7 @@ from memfit.capture.functionalize import (
 )
 from memfit.capture.lines import calling_line
 from memfit.capture.traced import Entry
+from memfit.memory.place import Place
 
 if TYPE_CHECKING:
     from memfit.capture.trace import Trace
@@ -62,9 +63,7 @@ def _scatter(_trace: Trace, entry: Entry, _kwargs: dict[str, Any]) -> None:
     if result.storage_offset() != entry.given[0].storage_offset():
         entry.target = PartOverwritten(
             view=SCATTERS[entry.func._overloadpacket],
-            shape=tuple(result.shape),
-            stride=tuple(result.stride()),
-            offset=result.storage_offset(),
+            place=Place.of(result),
             length=result.untyped_storage().nbytes() // result.itemsize,
         )
 

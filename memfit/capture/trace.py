@@ -204,13 +204,7 @@ class Trace:
                 "of: the call's fake kernel is wrong, or the graph was changed"
             )
         entry = Entry(
-            func=func,
-            given=args,
-            target=func,
-            args=traced_args,
-            kwargs=traced_kwargs,
-            outputs=outputs,
-            mutated=mutated,
+            func=func, given=args, target=func, args=traced_args, kwargs=traced_kwargs, outputs=outputs, mutated=mutated
         )
         enter = SPECIAL_CASES.get(func._overloadpacket, functionalize)
         enter(self, entry, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -131,6 +131,13 @@ class TrainingStep:
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[torch.nn.Parameter]:
     """Return an optimizer's parameters in the order of its groups; none if it is none, or not made yet."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def with_groups(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, torch.nn.Parameter]]:
+    """Yield an optimizer's parameters in the order of its groups, each with its group's number."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            yield number, parameter
 
 
 def states_of(optimizer: torch.optim.Optimizer | None) -> list[Any]:

@@ -54,7 +54,7 @@ def capture_whole_step(step: TrainingStep, batch: Any = None, corrections: Corre
                     captured = first.run()
                 _require_unread(step, batch, first, reads)
         except (CaptureError, NoGraphError):  # it will be run, from the state before
-            reads.put_numbers_back()
+            reads.put_iterators_back()
             raise
         left = reads.left()
     return replace(captured, guards=Guards(step, reads, left, first.values.tensors))

@@ -168,24 +168,16 @@ class BlockMode(UnwrappedMode):
             read = self.of.get(key)
             if read is not None and read != storage:
                 self.call.storages[read].first_read = min(self.call.storages[read].first_read, len(self.call.ops))
-        name = str(func)
-        if is_cached_cast(func, args, kwargs):
-            name = CACHED_CAST
-            if storage is not None:
-                self._compute_always(storage)
+        name = CACHED_CAST if is_cached_cast(func, args, kwargs) else str(func)
+        if name == CACHED_CAST and storage is not None:
+            self._compute_always(storage)
         self._recorder.overloads[name] = func
         tensors = tensors_in((args, kwargs))
         if func.namespace in _COLLECTIVES or any(map(is_sharded, tensors)):
             self.call.has_collectives = True
             self._recorder.note_groups(groups_of(func, args, kwargs, tensors))
-        op = OpSeen(
-            name=name,
-            nth=self._nth[name],
-            storage=storage,
-            seconds=0.0,
-            draws=draws(func, args, kwargs),
-            moment=moment,
-        )
+        does_draw = draws(func, args, kwargs)
+        op = OpSeen(name=name, nth=self._nth[name], storage=storage, seconds=0.0, draws=does_draw, moment=moment)
         self._recorder.time(op, watch)
         self._note_dropped()
         self.call.ops.append(op)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from memfit.checkpointing.reached import OR_EAGER_MODE
 from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
-from memfit.system.recorder import Usage, allocated_bytes, record, taken_bytes
+from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
 from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import bytes_in, tensors_reached
@@ -64,12 +63,12 @@ class LeanRecorder:
         self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._timed: list[tuple[OpSeen, Stopwatch]] = []
-        self._segment: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._segment: Record | None = None
         self._where: tuple[int, int | None, int | None, int | None] = (-1, None, None, None)
         self._forward_now: int | None = None  # the call whose forward pass runs
         self._kept_now: int | None = None  # the call whose forward pass runs, if it is kept
         self._kept_in: list[int | None] = []  # the same by moment
-        self._open()
+        self._segment = record(device).begin()
 
     def forward(
         self, block: str, args: Any, kwargs: Any, *, is_kept: bool = False, is_compiled: bool = False
@@ -202,19 +201,13 @@ class LeanRecorder:
     def _cut(self, own: int | None) -> None:
         self._close()
         self._where = max(self._alive, default=-1), own, self._forward_now, self._kept_now
-        self._open()
-
-    def _open(self) -> None:
-        context = record(self.device)
-        self._segment = context, context.__enter__()
+        self._segment = record(self.device).begin()
 
     def _close(self) -> None:
         if self._segment is None:
             return
-        context, usage = self._segment
-        self._segment = None
-        context.__exit__(None, None, None)
+        usage, self._segment = self._segment.close(), None
         last, own, forward, kept = self._where
-        peak_bytes = self._uncounted_bytes + usage.start_bytes + usage.peak_bytes - self._created_bytes
+        peak_bytes = self._uncounted_bytes + usage.most_live_bytes - self._created_bytes
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes, forward=forward))
         self._kept_in.append(kept)

@@ -38,11 +38,11 @@ from memfit.memory.what_is_left import saying_what_is_left
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
 from memfit.step.backward_updates import run_updating, updates_in_backward
-from memfit.step.measure import measured_eager_peak, resident_bytes
+from memfit.step.measure import in_bytes, resident_bytes
 from memfit.step.step import Step
 from memfit.step.turns import turn_for
 from memfit.step.verify import difference_of_eager, first_difference
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes
 from memfit.system.recorder import page_bytes
 from memfit.torch_private.modules import own_tensors, uncompiled
 from memfit.torch_private.tensors import bytes_in, tensors_in
@@ -82,8 +82,7 @@ class CheckpointedStep(Step):
         self.step, self.why, self.line = step, broken.why, broken.line
         self.device = step_device(step.model, step.batch)
         self._refuse_for_graphs(settings)
-        eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
-        self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
+        self.settings = in_bytes(settings, step, self.device)
         self._updates_in_backward = updates_in_backward(step)
         model = uncompiled(step.model)
         contract = Contract(self.budget_bytes, page_bytes=page_bytes(self.device), is_firm=settings.budget_is == FIRM)
@@ -99,7 +98,7 @@ class CheckpointedStep(Step):
         self._loop.is_paused = True
         self._loop.expect_no_optimizer()
         self._generators = generators_of(step)
-        self._beside = None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer)
+        self._beside = Beside(self.device, step.model, step.optimizer) if settings.is_in_bytes else None
         self._most_state_bytes = 0
         began = time.perf_counter()
         try:

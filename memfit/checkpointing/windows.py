@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +16,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.memory.contract import Usage, WindowKind
 from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited
-from memfit.system.recorder import Usage as Recorded
-from memfit.system.recorder import record
+from memfit.system.recorder import Record, record
 from memfit.torch_private.cuda import LastStream
 from memfit.torch_private.tensors import tensors_reached
 
@@ -39,7 +37,7 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self._device, self.uncounted = device, Uncounted(device)
         self._uncounted_bytes = 0  # when the window began
-        self._open: tuple[AbstractContextManager[Recorded], Recorded] | None = None
+        self._open: Record | None = None
         self._watch: Stopwatch | None = None
         self.last_stream = LastStream(device)
 
@@ -51,8 +49,7 @@ class Meter:
     def open(self) -> None:
         """Begin a window."""
         self._uncounted_bytes = self.uncounted.live_bytes()
-        context = record(self._device)
-        self._open = context, context.__enter__()
+        self._open = record(self._device).begin()
         self._watch = Stopwatch(self._device)
 
     def end_of_backward(self) -> None:
@@ -68,12 +65,9 @@ class Meter:
             other_bytes: that are live, and do not count against the budget.
         """
         assert self._open is not None
-        context, recorded = self._open
-        self._open = None
-        context.__exit__(None, None, None)
-        live_bytes = self._uncounted_bytes + recorded.start_bytes + recorded.peak_bytes - other_bytes
-        reserved_bytes = 0 if recorded.reserved_bytes is None else recorded.reserved_bytes - other_bytes
-        taken_bytes = max(reserved_bytes, live_bytes)
+        recorded, self._open = self._open.close(), None
+        live_bytes = self._uncounted_bytes + recorded.most_live_bytes - other_bytes
+        taken_bytes = max(recorded.most_taken_bytes - other_bytes, live_bytes)
         return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)
 
     def seconds(self) -> float | None:

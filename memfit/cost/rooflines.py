@@ -160,4 +160,4 @@ def _elements(value: Value) -> int:
 
 
 def _meta(value: Value) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    return value.empty("meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ class Stopwatch:
 
     Args:
         device: a CPU or CUDA device, whose current stream is timed.
+        clock: gives the seconds of the host.
     """
 
-    __slots__ = ("_begin", "_device", "_end")
+    __slots__ = ("_begin", "_clock", "_device", "_end")
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._end = device, None
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock, self._end = device, clock, None
         self._begin = self._now()
 
     def stop(self) -> None:
@@ -34,7 +36,7 @@ class Stopwatch:
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
-            return time.perf_counter()
+            return self._clock()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

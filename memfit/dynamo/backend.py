@@ -29,6 +29,7 @@ from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
 from memfit.dynamo.settings import EAGER, GraphSettings, read_options
 from memfit.errors import InvalidOptionError, NotOneGraphError, UnsupportedStepError
+from memfit.memory.contract import Warnings
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
@@ -116,6 +117,7 @@ class PlannedGraph:
         trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded; None for
             what was computed of some. None if all models are checked that were compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
+        warnings: of the graph, each given once.
         sharing: of the budget with other parts of a model; None if it is planned by itself.
         compiled: by what it depends on of its inputs.
     """
@@ -133,10 +135,8 @@ class PlannedGraph:
         self.sharing: Sharing | None = None
         self._levels: dict[Any, Levels] = {}
         self.compiled: dict[Any, CompiledGraph] = {}
-        self.has_warned = False  # of the bytes that are set aside for the optimizer
-        self.has_warned_of_strides = False
+        self.warnings = Warnings()
         self.awaiting = 0  # backward passes of calls so far
-        self._has_warned_of_sums = False
         self._given_account = account
         self._device = torch.device("cpu")  # of the latest call
         self._read = read
@@ -198,15 +198,16 @@ class PlannedGraph:
 
     def _warn_of_sums(self, inputs: Sequence[Any]) -> None:
         """Warn where eager would sum a parameter's gradients use by use, over calls that one backward pass is for."""
-        if not self.awaiting or self._has_warned_of_sums:
+        if not self.awaiting:
             return
         places = zip(inputs, (node for node in self.module.graph.nodes if node.op == "placeholder"), strict=False)
         if any(isinstance(given, torch.nn.Parameter) and len(node.users) > 1 for given, node in places):
-            self._has_warned_of_sums = True
-            _log.warning(
-                "memfit: a graph that uses a parameter several times (tied embeddings, say) was called again before "
-                "the backward pass of its last call: if one backward pass is for both, each call's gradients are "
-                "summed first, eager's use by use, and last bits may differ; memfit.fit has eager's"
+            self.warnings.warn(
+                "a graph that uses a parameter several times (tied embeddings, say) was called again before the "
+                "backward pass of its last call: if one backward pass is for both, each call's gradients are summed "
+                "first, eager's use by use, and last bits may differ; memfit.fit has eager's",
+                "sums",
+                most=1,
             )
 
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:

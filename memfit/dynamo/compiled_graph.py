@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -59,9 +58,8 @@ from memfit.torch_private.tensors import (
 if TYPE_CHECKING:
     from memfit.dynamo.backend import PlannedGraph
 
-_log = logging.getLogger("memfit")
 _Made = TypeVar("_Made")
-_HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
+HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
 
@@ -99,7 +97,7 @@ class CompiledGraph:
         self.share, self.is_late = share, share.is_repeated
         self._host = self.account.host(graph.options.settings)
         self.budget_bytes = int(graph.options.settings.budget)
-        self._headroom_bytes = int(_HEADROOM * self.budget_bytes)
+        self._headroom_bytes = int(HEADROOM * self.budget_bytes)
         self._bytes_at_start = self.account.live_bytes
         self.bytes_beside = max(0, self._bytes_at_start - sum(footprint(self.inputs, self.device).values()))
         self._parameters = frozenset(id(each) for each in self.inputs if isinstance(each, torch.nn.Parameter))
@@ -272,16 +270,17 @@ class CompiledGraph:
         refuse_retained_graph()
         if self.graph.options.kernels != INDUCTOR:
             refuse_other_autocast(self._is_in_autocast and self.graph.options.backward_autocast)
-        if self.prepared is None or self.graph.has_warned_of_strides:
+        if self.prepared is None:
             return
         given = [gradient for gradient in gradients if isinstance(gradient, torch.Tensor)]
         if len(given) == len(self._assumed) and any(map(differ_in_strides, given, self._assumed)):
-            self.graph.has_warned_of_strides = True
-            _log.warning(
-                "memfit: an output of the %s gets a gradient of other strides than PyTorch's compiler assumed (from a "
-                "loss of outputs.transpose(1, 2), or behind a graph break), and it is copied: kernels that choose by "
-                "strides give other last bits than eager; memfit.checkpoint, memfit.eager and memfit.fit have eager's",
-                self.prepared.captured.graph.name,
+            self.graph.warnings.warn(
+                f"an output of the {self.prepared.captured.graph.name} gets a gradient of other strides than PyTorch's "
+                "compiler assumed (from a loss of outputs.transpose(1, 2), or behind a graph break), and it is copied: "
+                "kernels that choose by strides give other last bits than eager; memfit.checkpoint, memfit.eager and "
+                "memfit.fit have eager's",
+                "strides",
+                most=1,
             )
 
     def prepare(self, capture: JointCapture) -> Prepared:
@@ -348,7 +347,7 @@ class CompiledGraph:
 
     def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
         beside_bytes, reserved_bytes = self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
-        return of_whole_budget(error, self.budget_bytes, beside_bytes, reserved_bytes, headroom=_HEADROOM)
+        return of_whole_budget(error, self.budget_bytes, beside_bytes, reserved_bytes, headroom=HEADROOM)
 
     def _reserved(self) -> int:
         """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""
@@ -360,12 +359,12 @@ class CompiledGraph:
             return self.graph.options.reserve_bytes
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
         reserved, assumed = state_to_come(trained, self.device)
-        if assumed and not self.graph.has_warned:
-            self.graph.has_warned = True
-            _log.warning(
-                "memfit: %s of the budget is set aside for the optimizer state of the first step, as Adam would take; "
-                'options={"reserve": 0} if your optimizer has none',
-                format_bytes(assumed),
+        if assumed:
+            self.graph.warnings.warn(
+                f"{format_bytes(assumed)} of the budget is set aside for the optimizer state of the first step, as "
+                'Adam would take; options={"reserve": 0} if your optimizer has none',
+                "reserve",
+                most=1,
             )
         return reserved
 

@@ -16,10 +16,9 @@ from memfit.dynamo.settings import INDUCTOR, GraphSettings
 from memfit.errors import InvalidOptionError
 from memfit.plan import Plan
 from memfit.planning import Settings
-from memfit.step.measure import measured_eager_peak
+from memfit.step.measure import in_bytes
 from memfit.step.step import Step
 from memfit.step.turns import Turn
-from memfit.system.budget import parse_budget
 
 
 class InductorStep(Step):
@@ -37,8 +36,7 @@ class InductorStep(Step):
     def __init__(self, step: TrainingStep, settings: Settings) -> None:
         self.step = step
         self.device = step_device(step.model, step.batch)
-        eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, self.device)
-        self.settings = settings.within(parse_budget(settings.budget, eager_bytes))
+        self.settings = in_bytes(settings, step, self.device)
         options = GraphSettings(settings=self.settings, reserve_bytes=0, kernels=INDUCTOR)
 
         def loss(batch: Any) -> torch.Tensor:

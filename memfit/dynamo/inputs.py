@@ -20,9 +20,7 @@ from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph, changing_hooks
 from memfit.torch_private.guarding import TensorMetadata
 from memfit.torch_private.modules import hooks_on_all_modules
-from memfit.torch_private.tensors import is_fake, is_plain_dense, tensors_in
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+from memfit.torch_private.tensors import PLAIN_TYPES, is_fake, is_plain_dense, tensors_in
 
 
 def signatures(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -61,7 +59,7 @@ class Signatures:
         self._metadata = None
         tensors = tuple(itertools.compress(inputs, is_tensor))
         is_shared = any(each[1] is not None for each in itertools.compress(key, is_tensor))
-        if is_other or is_shared or not all(type(leaf) in _PLAIN for leaf in tensors):
+        if is_other or is_shared or not all(type(leaf) in PLAIN_TYPES for leaf in tensors):
             return
         pairs = enumerate(zip(inputs, before, strict=True))
         self._same = [
@@ -86,7 +84,7 @@ class Signatures:
             if type(known) is not weakref.ref:
                 if type(leaf) is not type(known) or leaf != known:
                     return False
-            elif type(leaf) not in _PLAIN or leaf.untyped_storage().data_ptr() in storages:
+            elif type(leaf) not in PLAIN_TYPES or leaf.untyped_storage().data_ptr() in storages:
                 return False
             else:
                 storages.add(leaf.untyped_storage().data_ptr())
@@ -199,7 +197,7 @@ def refuse_changing_hooks() -> None:
 def _is_plain(kind: type) -> bool:
     """Return whether tensors of a class are torch's own, or parameters to which a class only adds attributes."""
     own = kind.__torch_function__, kind.__torch_dispatch__
-    return kind in _PLAIN or own == (torch.nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
+    return kind in PLAIN_TYPES or own == (torch.nn.Parameter.__torch_function__, torch.Tensor.__torch_dispatch__)
 
 
 def refuse_foreign(inputs: Sequence[Any], module: torch.fx.GraphModule) -> None:

@@ -13,8 +13,8 @@ from memfit.capture.optimizer import (
     innermost,
     require_supported,
     update_cost,
-    without_hooks,
 )
+from memfit.capture.training_step import with_groups
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.memory.footprint import footprint
 from memfit.system.recorder import taken_bytes
@@ -112,19 +112,18 @@ def _bytes_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> di
     """Return the bytes of the state that an optimizer has yet to make, by parameter that it trains."""
     found: dict[torch.nn.Parameter, int] = {}
     known: dict[Any, int] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not parameter.requires_grad or optimizer.state.get(parameter):
-                found[parameter] = 0
-                continue
-            key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
-            if key not in known:
-                mode = FakeTensorMode(allow_non_fake_inputs=True)
-                fake = mode.from_tensor(parameter.detach())
-                cost = update_cost(without_hooks(optimizer), parameter, fake, group, mode)
-                made = [each for each in cost.state.values() if each.device.type == device.type]
-                known[key] = sum(taken_bytes(each.untyped_storage().nbytes(), device) for each in made)
-            found[parameter] = known[key]
+    for number, parameter in with_groups(optimizer):
+        if not parameter.requires_grad or optimizer.state.get(parameter):
+            found[parameter] = 0
+            continue
+        key = number, tuple(parameter.shape), parameter.stride(), parameter.dtype
+        if key not in known:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            fake = mode.from_tensor(parameter.detach())
+            cost = update_cost(optimizer, parameter, fake, optimizer.param_groups[number], mode)
+            made = [each for each in cost.state.values() if each.device.type == device.type]
+            known[key] = sum(taken_bytes(each.untyped_storage().nbytes(), device) for each in made)
+        found[parameter] = known[key]
     return found
 
 

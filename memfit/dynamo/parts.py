@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture.joint import JointCapture
 from memfit.dynamo.account import Account
-from memfit.dynamo.compiled_graph import CompiledGraph
+from memfit.dynamo.compiled_graph import HEADROOM, CompiledGraph
 from memfit.dynamo.outside import Outside, taken_by
 from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.graph import Graph
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memfit.dynamo.backend import PlannedGraph
 
 _LEAST, _HALF, _MOST = range(3)  # what a call keeps for its backward pass
-_HEADROOM = 0.005  # of the budget, as for whole graphs
 _MOST_WITHOUT_UPDATES = 16  # steps
 
 _updates = 0  # of any optimizer
@@ -216,7 +215,7 @@ class Sharing:
         now.ran += 1
         if now.updates == _updates and now.ran < _MOST_WITHOUT_UPDATES:
             return
-        spare_bytes = int((1 - _HEADROOM) * self.account.budget_bytes) - self.account.excess_bytes - now.most_bytes
+        spare_bytes = int((1 - HEADROOM) * self.account.budget_bytes) - self.account.excess_bytes - now.most_bytes
         now.updates, now.ran, now.most_bytes = _updates, 0, 0
         del now.calls[self._place :], now.levels[self._place :]  # of another step: a forward pass alone came first
         if len(now.calls) == 1:

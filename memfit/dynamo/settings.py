@@ -18,7 +18,7 @@ from memfit.papers.planners.mirror import read_mirrors
 from memfit.planners.none import KeepEverything
 from memfit.planners.registry import MIRROR_OPTION
 from memfit.planning import Settings
-from memfit.system.budget import on_card, parse_budget
+from memfit.system.budget import is_share, on_card, parse_budget
 
 _log = logging.getLogger("memfit")
 EAGER, INDUCTOR = "eager", "inductor"
@@ -61,7 +61,7 @@ def read_options(
     if "budget" not in options:
         raise InvalidOptionError(f'{where} needs a budget: options={{"budget": "6GiB"}}')
     budget = on_card(options["budget"], lambda: card_of(device))
-    if isinstance(budget, str) and budget.strip().endswith("%"):
+    if is_share(budget):
         raise InvalidOptionError(
             f"budget {budget!r}: the peak is not known before loss and optimizer are; give bytes or '90% of the card', "
             "or use memfit.checkpoint or memfit.fit, which take a share of the peak"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memfit.system.recorder import Usage, empty_cache, record
+from memfit.system.recorder import Record, empty_cache, record
 from memfit.torch_private.tensors import StorageWeakRef, is_plain_dense, storage_key
 
 
@@ -29,23 +29,21 @@ class Window:
     def __init__(self, device: torch.device) -> None:
         self.device, self.thread = device, threading.get_ident()
         self.live_bytes = self.held_bytes = 0
-        self._open: tuple[AbstractContextManager[Usage], Usage] | None = None
+        self._open: Record | None = None
         self.resume()
         _windows.add(self)
 
     def resume(self) -> None:
         """Measure on after `pause`."""
-        context = record(self.device)
-        self._open = context, context.__enter__()
+        self._open = record(self.device).begin()
 
     def pause(self) -> None:
         """Leave out what is taken until `resume`."""
         if self._open is None:
             return
-        (context, usage), self._open = self._open, None
-        context.__exit__(None, None, None)
-        self.live_bytes = max(self.live_bytes, usage.start_bytes + usage.peak_bytes)
-        self.held_bytes = max(self.held_bytes, usage.start_bytes + usage.taken_bytes)
+        usage, self._open = self._open.close(), None
+        self.live_bytes = max(self.live_bytes, usage.most_live_bytes)
+        self.held_bytes = max(self.held_bytes, usage.most_taken_bytes)
 
     def close(self) -> None:
         """End the window."""

@@ -31,9 +31,9 @@ from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Hook
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
-from memfit.system.budget import format_bytes, on_card, parse_budget, parse_host_budget
+from memfit.system.budget import format_bytes, is_share, on_card, parse_budget, parse_host_budget
 from memfit.system.cpu_limit import CpuLimit
-from memfit.system.recorder import Usage, allocated_bytes, record
+from memfit.system.recorder import Record, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.cuda import turn_on_expandable_segments
@@ -110,12 +110,12 @@ class Eager(Uncopied):
         self._host_budget_bytes, self._host_dir = host_budget_bytes, host_dir
         self._mode: BudgetMode | None = None
         self._ended: Report | None = None
-        self._usage: Usage | None = None
+        self._window: Record | None = None
         self._limit: CpuLimit | None = None
         self._head, self._hooks = head, list[Any]()
 
     def __enter__(self) -> Eager:
-        if self._usage is not None:
+        if self._window is not None:
             raise InvalidOptionError("the block was entered before; call memfit.eager again")
         if hook := changing_hooks():
             raise UnsupportedStepError(
@@ -141,7 +141,7 @@ class Eager(Uncopied):
             gc.freeze()
         self._above_bytes, self._most_bytes = 0, 0
         self._before_bytes = before_bytes
-        self._record()
+        self._window = record(self.device).begin()
         needs = Needs(self.device)
         live_bytes = partial(_live, self.device, offset_bytes)
         model_bytes = partial(_model_bytes, self._model, self.device)
@@ -167,16 +167,12 @@ class Eager(Uncopied):
             self._limit = CpuLimit(contents.budget_bytes - offset_bytes, contents.make_room_within)
             self._limit.__enter__()
 
-    def _record(self) -> None:
-        self._window = record(self.device)
-        self._usage = self._window.__enter__()
-
     def _end_record(self) -> None:
         """Add the figures of the open record; both counts are in bytes above those on the device before the block."""
-        assert self._usage is not None
-        self._window.__exit__()
-        self._most_bytes = max(self._most_bytes, self._above_bytes + self._usage.peak_bytes)
-        self._above_bytes += self._usage.end_bytes - self._usage.start_bytes
+        assert self._window is not None
+        usage = self._window.close()
+        self._most_bytes = max(self._most_bytes, self._above_bytes + usage.peak_bytes)
+        self._above_bytes += usage.end_bytes - usage.start_bytes
 
     def __exit__(self, *raised: Any) -> None:
         assert self._mode is not None
@@ -207,11 +203,11 @@ class Eager(Uncopied):
         """Return what was done so far. In another thread than the block's, the peak is that of the last report."""
         if self._ended is not None:
             return self._ended
-        if self._mode is None or self._usage is None:
+        if self._mode is None:
             raise InvalidOptionError("nothing has run yet; enter the block first")
         if threading.current_thread() is self._thread:  # whose bytes are counted
             self._end_record()
-            self._record()
+            self._window = record(self.device).begin()
         return self._report()
 
     def _report(self) -> Report:
@@ -287,7 +283,7 @@ def eager(
             the block, where another thread runs backward of what the block saved.
     """
     require_module(model, "memfit.eager")
-    if isinstance(budget, str) and budget.strip().endswith("%"):
+    if is_share(budget):
         raise InvalidBudgetError(
             f"budget {budget!r} is a share of a step's peak, and eager mode knows no step before it runs: give bytes, "
             "or '90% of the card'"

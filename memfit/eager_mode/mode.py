@@ -213,11 +213,9 @@ class BudgetMode(UnwrappedMode):
         if self._is_limited:  # what the call takes need not be known before
             if written:
                 contents.before_writes(written, 0, func)
-            contents.running = func, args, kwargs
             began = time.perf_counter()
-            returned = func(*args, **kwargs) if kwargs else func(*args)
+            returned = self._run(func, args, kwargs)
             seconds, need_bytes = time.perf_counter() - began, 0
-            contents.running = None
             if self._watch_bytes < contents.budget_bytes and contents.live_bytes() > self._watch_bytes:
                 self._look(0, func)
         else:
@@ -315,21 +313,17 @@ class BudgetMode(UnwrappedMode):
 
     def _open(self) -> None:
         """Begin to measure a pass, where an allocator takes more than is live."""
-        self._window = record(self._device) if self._contract is not None else None
-        self._usage = self._window.__enter__() if self._window is not None else None
+        self._window = record(self._device).begin() if self._contract is not None else None
 
     def _close(self) -> Usage | None:
-        window, usage, self._window = self._window, self._usage, None
-        if window is not None:
-            window.__exit__(None, None, None)
-        return usage
+        window, self._window = self._window, None
+        return None if window is None else window.close()
 
     def _judge(self) -> None:
         """Leave the allocator as much of the budget as the last pass has shown to be unused in its pages."""
         usage, contract = self._close(), self._contract
         if usage is not None and contract is not None:
-            live_bytes = usage.start_bytes + usage.peak_bytes
-            taken = Taken(taken_bytes=max(live_bytes, usage.reserved_bytes or 0), live_bytes=live_bytes)
+            taken = Taken(taken_bytes=usage.most_taken_bytes, live_bytes=usage.most_live_bytes)
             verdict = contract.judge(self._standing, taken, self._aim_bytes)
             if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
                 if verdict.is_larger:  # what is unused does not grow evenly: by some blocks at once

@@ -14,6 +14,7 @@ from memfit.cost.gpu_timing import now
 from memfit.cost.single_op import uncollected
 from memfit.eager_mode.call_times import CallTimes
 from memfit.eager_mode.sources import tensors_given
+from memfit.memory.place import Place
 from memfit.system.recorder import Usage, record, taken_bytes
 from memfit.torch_private.autograd import no_modes
 from memfit.torch_private.tensors import (
@@ -94,6 +95,10 @@ class Needs:
 
         Its results are known from their shapes. The workspace is bounded by those of the same operator's calls, as a
         share of inputs and results.
+
+        Args:
+            function: the operator's overload.
+            args, kwargs: of the call.
         """
         results = self._result_bytes(function, args, kwargs)
         kind = function, _is_rearranged(args)
@@ -140,6 +145,11 @@ class Needs:
         A GPU runs kernels after the call has returned. One call of each kind lies between two events there, which are
         read when the GPU has reached them, and stands for those after it: the second one, since the first loads the
         kernels. Until then the seconds of the first count, which was waited for.
+
+        Args:
+            function: the operator's overload.
+            args, kwargs: of the call.
+            need: that the first call like it has shown.
         """
         if not self._on_gpu.has_to_time(need.number):
             return function(*args, **kwargs), self._on_gpu.seconds.get(need.number, need.seconds)
@@ -159,8 +169,15 @@ class Needs:
         if function.overloadpacket in SHORTENS:
             return 2 * _input_bytes(args, kwargs)
         given: list[torch.Tensor] = []
+
+        def on_meta(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                given.append(_like(leaf, _META))
+                return given[-1]
+            return _META if isinstance(leaf, torch.device) else None if isinstance(leaf, torch.Generator) else leaf
+
         try:
-            returned = function(*_on_meta(args, given), **_on_meta(kwargs, given))
+            returned = function(*tree_map(on_meta, list(args)), **tree_map(on_meta, kwargs))
         except Exception:  # noqa: BLE001 (meta kernels raise all kinds of errors)
             if _DATA_DECIDES in function.tags:
                 return taken_bytes(_counted_bytes(function, args, kwargs), self.device)
@@ -242,22 +259,8 @@ def _never_seen(function: Any, is_rearranged: bool) -> float:
     return _OF_LIBRARIES if any(word in str(function) for word in _IN_LIBRARIES) else _OF_OTHERS
 
 
-def _on_meta(tree: Any, given: list[torch.Tensor]) -> Any:
-    """Return arguments with meta tensors in the places of tensors, all of which are added to `given`."""
-    if isinstance(tree, torch.Tensor):
-        given.append(_like(tree, _META))
-        return given[-1]
-    if isinstance(tree, list | tuple):
-        return [_on_meta(each, given) for each in tree]  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(tree, dict):
-        return {key: _on_meta(each, given) for key, each in tree.items()}  # pyright: ignore
-    if isinstance(tree, torch.device):
-        return _META
-    return None if isinstance(tree, torch.Generator) else tree
-
-
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return Place.of(tensor).empty(device)
 
 
 def _pointwise_bytes(function: Any, args: Any, kwargs: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.batch_norms import BATCH_NORMS
+from memfit.capture.batch_norms import BATCH_NORMS, updated_places
 from memfit.capture.functionalize import is_cast_inside
 from memfit.capture.lines import calling_line
 from memfit.capture.traced import mutated_tensors
@@ -16,7 +16,7 @@ from memfit.capture.under_modes import UnderModes, is_looked_at, vectors_in
 from memfit.eager_mode.needs import Need, key_of
 from memfit.eager_mode.sources import tensors_given
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.tensors import SHORTENS, StorageWeakRef, is_zero_tensor
+from memfit.torch_private.tensors import PLAIN_TYPES, SHORTENS, StorageWeakRef, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
 """Kinds of operators: those that move no data; that write to their arguments; whose results have sizes that depend on
@@ -34,7 +34,6 @@ _HIDDEN_STATE = (
 _PADDED = (_aten.mkldnn_rnn_layer,)  # parts of its workspace are never written
 _FULLY_SHARDED = "fsdp"  # the namespace of what `fully_shard` calls
 _MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 class Operator:
@@ -51,8 +50,8 @@ class Operator:
     """
 
     __slots__ = (
+        "_has_statistics",
         "_needs",
-        "_statistics",
         "draws",
         "function",
         "is_cast",
@@ -68,8 +67,8 @@ class Operator:
         self.is_looked_at = is_looked_at(function)
         takes_unseen = function is _LIFTED or torch.Tag.inplace_view in function.tags
         self.is_free, self.is_cast = self.kind == VIEW and not takes_unseen, is_cast_inside(function)
-        self._statistics = BATCH_NORMS.get(function._overloadpacket)
-        self.may_write = self.kind in (WRITES, FOREIGN) or self._statistics is not None
+        self._has_statistics = function._overloadpacket in BATCH_NORMS
+        self.may_write = self.kind in (WRITES, FOREIGN) or self._has_statistics
         self._needs: dict[Hashable, Need] = {}
 
     def need(self, args: Any, kwargs: Any) -> Need | None:
@@ -108,29 +107,22 @@ class Operator:
             found = mutated_tensors(function, args, kwargs)
         elif self.kind == FOREIGN:
             found = tensors_given((args, kwargs))
-        elif self._statistics is not None:
-            mean, variance, training = self._statistics
-            if training is not None and not args[training]:
-                return []
-            found = [arg for arg in args[mean : variance + 1] if isinstance(arg, torch.Tensor)]
         else:
-            return []
+            found = [args[place] for place in updated_places(function, args)]
         return [tensor for tensor in found if is_dense(tensor)]
 
     def read_again(self, args: Any) -> Any:
         """Return the arguments as the call is remade with: without the running statistics of a batch normalization in
         training, which it does not read, and must not update again."""
-        if self._statistics is None:
+        if not self._has_statistics:
             return args
-        mean, variance, training = self._statistics
-        if training is not None and not args[training]:
-            return args
-        return [None if place in (mean, variance) else arg for place, arg in enumerate(args)]
+        updated = updated_places(self.function, args)
+        return [None if place in updated else arg for place, arg in enumerate(args)]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has a storage of its own that can be freed and recomputed."""
-    is_plain = type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not is_zero_tensor(tensor)
 
 

@@ -57,6 +57,10 @@ class Call:
     def read(self, sources: Sources, args: Any, kwargs: Any) -> None:
         """Remember what the call is made with, and that it reads it.
 
+        Args:
+            sources: of all storages that are known.
+            args, kwargs: that the call is made with.
+
         Raises:
             NotImplementedError, RuntimeError: a tensor without a storage, or without a shape, of its own.
         """
@@ -151,10 +155,7 @@ class Sources:
 
     def of(self, storage: torch.UntypedStorage) -> Source:
         """Return the present contents of a storage; unknown ones cannot be recomputed."""
-        found = self._of.get(storage._cdata)
-        if found is None or found.storage is None or found.storage() is not storage:
-            found = self._of[storage._cdata] = Source(storage, None, 0)
-        return found
+        return self.find(storage) or self.made(storage, None, 0)
 
     def enter(self, storage: torch.UntypedStorage, source: Source) -> None:
         """Note that a storage holds contents again: recomputed, or copied back from the host.
@@ -185,8 +186,8 @@ class Sources:
             call: that wrote; None if it cannot be made again.
             place: of the argument or result on that storage.
         """
-        before = self._of.get(storage._cdata)
-        if before is not None and before.live is storage:
+        before = self.find(storage)
+        if before is not None:
             before.storage = None
         found = self._of[storage._cdata] = Source(storage, call, place, in_place=True)
         return found

@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from memfit.binding import Binding, Value, values_in
-from memfit.capture.joint import is_tangent
+from memfit.capture.joint import arguments_of, is_tangent, outputs_of
 from memfit.graph import Graph
 from memfit.torch_private.tensors import fake_mode_of
 
@@ -107,7 +107,7 @@ def zeros(base: Value, device: torch.device) -> torch.Tensor:
         base: of its storage.
         device: that it is on.
     """
-    return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device=device).zero_()
+    return base.empty(device).zero_()
 
 
 def copied(gradient: torch.Tensor, base: Value) -> torch.Tensor:
@@ -117,7 +117,7 @@ def copied(gradient: torch.Tensor, base: Value) -> torch.Tensor:
         gradient: of the form's shape and dtype.
         base: of the sum's storage.
     """
-    return torch.empty_strided(base.shape, base.stride, dtype=base.dtype, device=gradient.device).copy_(gradient)
+    return base.empty(gradient.device).copy_(gradient)
 
 
 def beside_a_loss(joint: GraphModule) -> set[Node]:
@@ -129,7 +129,7 @@ def beside_a_loss(joint: GraphModule) -> set[Node]:
     Returns:
         placeholders; none where no output, or several, have one element.
     """
-    tangents = [node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)]
+    _, tangents = arguments_of(joint)
     losses = [node for node in tangents if node.meta["val"].numel() == 1]
     return set(tangents) - set(losses) if len(losses) == 1 else set()
 
@@ -170,7 +170,7 @@ def with_zeros_for_absent(
     """
     given = backward.graph.find_nodes(op="placeholder")
     tangents = {number: node for number, node in enumerate(given) if is_tangent(node)}
-    (outputs,) = next(iter(backward.graph.find_nodes(op="output"))).args
+    outputs = outputs_of(backward)
 
     @cache
     def there(absent: frozenset[int]) -> list[bool]:
@@ -191,9 +191,9 @@ def with_zeros_for_absent(
 
 
 def _followed_nodes(module: GraphModule, absent: set[Node]) -> Iterator[tuple[Node, set[Node], bool]]:
-    tangents = {node for node in module.graph.find_nodes(op="placeholder") if is_tangent(node)}
+    _, tangents = arguments_of(module)
     nodes = ((node, node.all_input_nodes, (node,), ()) for node in list(module.graph.nodes) if node.op != "output")
-    return _followed(nodes, tangents, absent)
+    return _followed(nodes, set(tangents), absent)
 
 
 def _zeros_node(joint: GraphModule, like: Node) -> Node:

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from memfit.binding import Origin, Value
-from memfit.capture.joint import JointCapture, is_tangent
+from memfit.capture.joint import JointCapture, arguments_of, outputs_of
 from memfit.errors import UnsupportedStepError
 from memfit.kernels.absent_gradients import Absent
 from memfit.kernels.program import TICKET, Half, Program
@@ -78,15 +78,13 @@ def partitioned(
         return without(Absent.of(capture.captured.graph, binding, absent)).halves[1] if absent else second
 
     bases = binding.bases()
-    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    tangents = [node for node in placeholders if is_tangent(node)]
-    primals = [node for node in placeholders if node not in tangents]
+    primals, tangents = arguments_of(joint)
     backward = _backward(half_without, saved, len(primals_saved), tangent_of, len(tangents), constants, rebased)
     saved_values = [
         *(_numbers(mode) if s == TICKET else _fake(bases[s], mode, binding.device) for s in saved),
         _numbers(mode, len(primals_saved)),
     ]
-    (outputs,) = next(node for node in joint.graph.nodes if node.op == "output").args
+    outputs = outputs_of(joint)
     count = len(capture.forward_outputs)
     return Halves(
         forward=forward,
@@ -178,7 +176,7 @@ def _taking(
 
 def _fake(value: Value, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        return value.empty(device)
 
 
 def _numbers(mode: FakeTensorMode, *shape: int) -> torch.Tensor:

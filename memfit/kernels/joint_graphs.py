@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from memfit.capture.joint import outputs_of
 from memfit.capture.traced import given_to_write
 from memfit.errors import UnsupportedStepError
 from memfit.torch_private.inductor import ModulePair
-from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in
+from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in, tree_flatten
 
 _log = logging.getLogger("memfit")
 _SHARES = tuple(number / 10 for number in range(9, 0, -1))  # of torch's activation memory budget
@@ -33,8 +34,8 @@ def survey(as_inductor: Callable[[float | None], ModulePair], forward_outputs: i
 
 def saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
     """Return the bytes that a forward half keeps for the backward half, beside its arguments."""
-    (returned,) = next(iter(forward.graph.find_nodes(op="output"))).args
-    kept = (node for node in returned[forward_outputs:] if isinstance(node, Node) and node.op != "placeholder")
+    returned = outputs_of(forward)[forward_outputs:]
+    kept = (node for node in returned if isinstance(node, Node) and node.op != "placeholder")
     storages = [tensor.untyped_storage() for node in kept for tensor in tensors_in(node.meta.get("val"))]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -73,10 +74,8 @@ def leave_out_overwritten(joint: GraphModule) -> None:
 
 def _written(node: Node) -> list[Node]:
     """Return the tensors that a call writes to."""
-    written: list[Node] = []
-    for given in given_to_write(node.target._schema, node.args, node.kwargs):
-        written += [each for each in (given if isinstance(given, list | tuple) else [given]) if each is not None]
-    return written
+    given = tree_flatten(given_to_write(node.target._schema, node.args, node.kwargs))[0]
+    return [each for each in given if each is not None]
 
 
 def is_fusible(nodes: Sequence[Node]) -> bool:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from memfit.capture import Captured
-from memfit.capture.joint import is_tangent
+from memfit.capture.joint import arguments_of, is_tangent, outputs_of
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Graph as PlanGraph
 from memfit.kernels.host_copies import enter, operators, places_apart
@@ -44,11 +44,10 @@ def rejoined(joint: GraphModule, halves: tuple[GraphModule, GraphModule], forwar
         forward_outputs: how many of the forward half's outputs belong to the forward pass; these are the first.
     """
     forward, backward = (half.graph for half in halves)
-    (first,), (second,) = (next(iter(graph.find_nodes(op="output"))).args for graph in (forward, backward))
+    first, second = map(outputs_of, halves)
     saved = {node.name: node for node in first[forward_outputs:] if isinstance(node, Node)}
-    given = backward.find_nodes(op="placeholder")
-    tangents = [node for node in given if is_tangent(node)]
-    if not saved.keys() >= {node.name for node in given if not is_tangent(node)}:
+    given, tangents = arguments_of(halves[1])
+    if not saved.keys() >= {node.name for node in given}:
         return joint
     graph, copies = Graph(), dict[Node, Node]()
     for node in [*forward.find_nodes(op="placeholder"), *tangents]:
@@ -161,10 +160,7 @@ def node_halves(
         copying: for a schedule that offloads.
     """
     forward, backward = _actions(schedule)
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    primals = [node for node in placeholders if not is_tangent(node)]
-    tangents = [node for node in placeholders if is_tangent(node)]
-    (outputs,) = next(iter(joint.graph.find_nodes(op="output"))).args
+    (primals, tangents), outputs = arguments_of(joint), outputs_of(joint)
     computed = {node for nodes in sources for node in nodes}
     held = {node for nodes in sources for node in nodes if _leaves(node, set(nodes), computed)}
     trial = _Half(tangents, computed, held, copying)

@@ -8,15 +8,16 @@ the libraries that it calls allocate for themselves is measured, in the layouts 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from memfit.capture.live_bytes import LiveBytes
 from memfit.cost.workspaces import Workspaces
+from memfit.memory.place import Place
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private.autograd import TorchDispatchMode
-from memfit.torch_private.tensors import FakeTensorMode, StorageWeakRef, storage_key, tensors_in
+from memfit.torch_private.tensors import FakeTensorMode, storage_key, tensors_in
 
 Generated = Callable[[list[Any]], Sequence[Any]]
 """Generated code whose kernels do nothing; it empties its list of arguments."""
@@ -74,12 +75,12 @@ def rehearse(
         device: of the step.
         workspaces: what operators take for themselves.
     """
-    tally = _Tally(device, workspaces, {storage_key(each) for each in tensors_in(primals)})
+    tally = _Tally(device, workspaces)
     with torch.no_grad(), mode, tally:
         results = list(forward(list(primals)))
         forward_bytes, between_bytes = tally.peak_bytes, tally.live_bytes
         tally.peak_bytes = 0
-        seeds = [_alike(each) for each in tangents]
+        seeds = [Place.of(each).empty(each.device) if isinstance(each, torch.Tensor) else each for each in tangents]
         kept, given = [*results[:outputs], *seeds], [*results[outputs:], *seeds]
         del results
         gradients = backward(given)
@@ -96,37 +97,17 @@ def rehearse(
     )
 
 
-def _alike(tangent: Any) -> Any:
-    if not isinstance(tangent, torch.Tensor):
-        return tangent
-    return torch.empty_strided(tangent.shape, tangent.stride(), dtype=tangent.dtype, device=tangent.device)
+class _Tally(LiveBytes):
+    """Adds up the bytes of the storages that calls make, for as long as these live, and of the calls' workspaces."""
 
-
-@dataclass(eq=False)
-class _Tally(TorchDispatchMode):
-    """Adds up the bytes of the storages that calls make, for as long as these live."""
-
-    device: torch.device
-    workspaces: Workspaces
-    outside: set[int]
-    peak_bytes: int = 0
-    _alive: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict[int, tuple[StorageWeakRef, int]])
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    @property
-    def live_bytes(self) -> int:
-        self._alive = {key: known for key, known in self._alive.items() if not known[0].expired()}
-        return sum(size for _, size in self._alive.values())
+    def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
+        super().__init__(
+            lambda made: taken_bytes(made.untyped_storage().nbytes(), device) if made.device.type == device.type else 0
+        )
+        self._workspaces = workspaces
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        for made in tensors_in(returned):
-            key = storage_key(made)
-            if made.device.type == self.device.type and key not in self.outside:
-                storage = made.untyped_storage()
-                self._alive[key] = StorageWeakRef(storage), taken_bytes(storage.nbytes(), self.device)
-        workspace_bytes = self.workspaces.bytes_of(func, args, kwargs or {})
+        returned = super().__torch_dispatch__(func, types, args, kwargs)
+        workspace_bytes = self._workspaces.bytes_of(func, args, kwargs or {})
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + workspace_bytes)
         return returned

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memfit.errors import BudgetNotHeldError, InvalidOptionError, MemfitError
-from memfit.system.budget import format_bytes, parse_budget
+from memfit.system.budget import format_bytes, is_share, parse_budget
 
 _log = logging.getLogger("memfit")
 
@@ -161,7 +161,7 @@ class Contract:
     ) -> None:
         self._text, self._page_bytes, self.is_firm = budget, page_bytes, is_firm
         self._most_corrections = most_corrections
-        self.is_share = isinstance(budget, str) and budget.strip().endswith("%")
+        self.is_share = is_share(budget)
         checked_bytes = parse_budget(budget, 1 << 50)
         self._budget_bytes = None if self.is_share else checked_bytes
 

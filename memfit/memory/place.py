@@ -61,6 +61,10 @@ class Place:
         tensor = reinterpret(base, self.dtype, self.shape, self.stride, self.offset)
         return lazy_view(tensor, conjugated=self.conjugated, negated=self.negated)
 
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Return a new tensor of the place's dtype, shape and strides on a device, with memory of its own."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
     def meets(self, other: Place) -> bool:
         """Return whether a byte is part of both places, on one storage; False if that takes too long to find out.
 

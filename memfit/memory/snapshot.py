@@ -15,12 +15,12 @@ from memfit.capture import TrainingStep
 from memfit.capture.copies import MISSING
 from memfit.capture.draws import HostGenerators
 from memfit.capture.generators import all_states, set_states
+from memfit.capture.model_tables import Tables, put_tables_back, tables_now
 from memfit.capture.reads import Reads
 from memfit.capture.training_step import parameters_of
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import same_bits, same_value
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
-from memfit.torch_private.modules import module_tables, submodules_table
 from memfit.torch_private.sharding import is_sharded, local, local_gradient, with_local
 from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tree_flatten
 
@@ -96,7 +96,7 @@ class StepState:
     groups: tuple[dict[str, Any], ...] = ()
     devices: dict[tuple[int, str], torch.device] = field(default_factory=dict[tuple[int, str], torch.device])
     sharded: frozenset[tuple[int, str]] = frozenset()
-    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
+    tables: Tables = ()
 
     @staticmethod
     def take(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -> StepState:
@@ -124,15 +124,12 @@ class StepState:
             generators=all_states(),
             handed=tuple((generator, generator.get_state()) for generator in handed),
             groups=tuple({key: _setting(value) for key, value in g.items() if key != "params"} for g in groups),
-            tables=tuple((table, dict(table)) for module in step.model.modules() for table in _tables(module)),
+            tables=tables_now(step.model),
         )
 
     def put_back(self, step: TrainingStep) -> None:
         """Write the copies back into the step's own tensors; what the step has made goes."""
-        for table, before in self.tables:
-            if _differs(table, before):
-                table.clear()
-                table.update(before)
+        put_tables_back(self.tables)
         with torch.no_grad():
             for name, tensor in _tensors(step).items():
                 _write(tensor, self.tensors[name])
@@ -190,10 +187,6 @@ def _write(tensor: torch.Tensor, before: torch.Tensor) -> None:
     if tensor.shape != before.shape:
         tensor.resize_(before.shape)
     tensor.copy_(before)
-
-
-def _differs(table: dict[str, Any], before: dict[str, Any]) -> bool:
-    return len(table) != len(before) or any(table.get(key, before) is not value for key, value in before.items())
 
 
 class _Reached:
@@ -276,7 +269,7 @@ def left_as_it_was(step: TrainingStep, handed: Sequence[torch.Generator] = ()) -
     def put_back() -> None:
         before.put_back(step)
         python.put_back()
-        reads.put_numbers_back()
+        reads.put_iterators_back()
         reached.put_back()
 
     _undone[id(step.model)] += 1
@@ -346,10 +339,6 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on a device; of what is there already a clone, which every kind of tensor has."""
     tensor = tensor.detach()
     return tensor.clone() if tensor.device == device else tensor.to(device)
-
-
-def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    return *module_tables(module), submodules_table(module)
 
 
 def _tensors(step: TrainingStep) -> dict[str, torch.Tensor]:

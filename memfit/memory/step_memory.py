@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from memfit.capture.training_step import parameters_of
 from memfit.memory.arena.arena import Arena
 from memfit.memory.arena.library import ArenaUnavailableError
 from memfit.memory.arena.places import Places
@@ -108,8 +109,7 @@ class StepMemory:
     def _makes_state(self) -> bool:
         """Return whether the next call may make some of the optimizer's state."""
         optimizer = self._optimizer
-        groups = [] if optimizer is None else optimizer.param_groups
-        return any(not optimizer.state.get(each) for group in groups for each in group["params"] if optimizer)
+        return optimizer is not None and not all(map(optimizer.state.get, parameters_of(optimizer)))
 
     def call(self, signature: Hashable) -> AbstractContextManager[Any]:
         """Return the `with` block in which a call of this signature runs, on the current stream."""

@@ -15,7 +15,7 @@ import torch
 
 from memfit.capture import TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, overlap, updates_one_by_one
-from memfit.capture.training_step import parameters_of
+from memfit.capture.training_step import parameters_of, with_groups
 from memfit.torch_private.modules import leaf_hooks
 
 
@@ -66,11 +66,8 @@ def updates_in_backward(step: TrainingStep) -> bool:
 
 def _updates(step: TrainingStep) -> dict[torch.Tensor, ParameterUpdate]:
     assert step.optimizer is not None
-    found: dict[torch.Tensor, ParameterUpdate] = {}
-    for number, group in enumerate(step.optimizer.param_groups):
-        for parameter in group["params"]:
-            found[parameter] = ParameterUpdate(step.optimizer, [parameter], number, 0)
-    return found
+    own = with_groups(step.optimizer)
+    return {parameter: ParameterUpdate(step.optimizer, [parameter], group, 0) for group, parameter in own}
 
 
 def _update(update: ParameterUpdate, parameter: torch.Tensor) -> None:

@@ -40,6 +40,12 @@ _COMPARED_STEPS = 2  # a number that was to change between steps shows in the se
 def require_capturable(settings: Settings, step: TrainingStep, device: torch.device, memory: StepMemory) -> None:
     """Refuse `cuda_graph=True` for a step that cannot be captured.
 
+    Args:
+        settings: say whether there is a host budget, whose copies the host waits for.
+        step: has ranks, a scaler or an optimizer, all of which may compute on the host.
+        device: that the step runs on.
+        memory: of the step; addresses stay only in an arena.
+
     Raises:
         InvalidOptionError: says why.
     """

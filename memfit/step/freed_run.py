@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from memfit.binding import Call, Value, map_values, values_in
 from memfit.capture import Captured, TrainingStep
 from memfit.cost.op_inputs import InputMaker, holds_noise
 from memfit.cost.single_op import Clock, undisturbed
+from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import InvalidBudgetError
 from memfit.graph import Graph, Op
 from memfit.step.step_program import fetchers
@@ -246,29 +246,13 @@ class _Run:
             return value.on(self.residents[storage] if storage in self.residents else live[storage])
 
         args, kwargs = map_values(call.args, tensor), map_values(call.kwargs, tensor)
-        returned, timing = self._call(call, args, kwargs)
+        watch = Stopwatch(self.device, self.clock)
+        returned = call.target(*args, **kwargs)
+        watch.stop()
         for value, result in zip(call.results, tree_flatten(returned)[0], strict=False):
             if value is not None and value.storage not in self.residents:
                 live.setdefault(value.storage, result)
-        return timing
-
-    def _call(self, call: Call, args: Any, kwargs: Any) -> tuple[Any, Callable[[], float]]:
-        if self.device.type != "cuda":
-            started = self.clock()
-            returned = call.target(*args, **kwargs)
-            seconds = self.clock() - started
-            return returned, lambda: seconds
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        stream = torch.cuda.current_stream(self.device)  # another device may be the current one
-        begin.record(stream)
-        returned = call.target(*args, **kwargs)
-        end.record(stream)
-
-        def elapsed() -> float:
-            end.synchronize()
-            return begin.elapsed_time(end) * 1e-3
-
-        return returned, elapsed
+        return lambda: watch.seconds() or 0.0
 
 
 def _is_run(call: Call) -> bool:

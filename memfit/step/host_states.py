@@ -21,13 +21,13 @@ import torch
 from memfit.binding import Call, Origin, Value
 from memfit.capture import Captured, TrainingStep
 from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, alone, is_of_torch
+from memfit.capture.training_step import with_groups
 from memfit.capture.update_trial import is_update
 from memfit.device import Device
 from memfit.graph import Graph, Op, Phase, Role
 from memfit.memory.host.slab import PinnedTransfer, Transfer, copy_streams
 from memfit.memory.kept_on_host import any_kept_on_host, is_kept_on_host, kept_on_host, on_device
-from memfit.memory.place import bytes_of
-from memfit.rebuild import rebuilt
+from memfit.memory.place import Place, bytes_of
 from memfit.system.recorder import empty_cache
 
 LINK = "host"
@@ -99,7 +99,7 @@ class BringStates:
     def __call__(self) -> Any:
         copies = self.copies
         held = [copies.optimizer.state[parameter][name] for parameter, name in copies.kept]
-        made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=copies.device) for t in held]
+        made = [Place.of(each).empty(copies.device) for each in held]
         copies.start(zip(made, held, strict=True), 1)
         return made[0] if len(made) == 1 else made
 
@@ -179,29 +179,25 @@ def with_states_on_host(
         return None
     kept = {storage for part in chosen.values() for storage in part}
     values = {each.value.storage: each.value for each in captured.binding.residents}
-    ops: list[Op] = []
-    calls: list[Call] = []
+    made: list[tuple[Op, Call]] = []
     for op, call in zip(graph.ops, captured.binding.calls, strict=True):
         if op.id not in chosen:
-            ops.append(op)
-            calls.append(call)
+            made.append((op, call))
             continue
         copies = _Copies(tuple(chosen[op.id].values()), optimizer, captured.binding.device)
         states = [values[storage] for storage in chosen[op.id]]
-        made = _around(op, call, copies, states, graph, device, is_last=op.id == max(chosen))
-        ops += [each for each, _ in made]
-        calls += [each for _, each in made]
+        made += _around(op, call, copies, states, graph, device, is_last=op.id == max(chosen))
     storages = tuple(
         msgspec.structs.replace(storage, resident=storage.resident and storage.id not in kept)
         for storage in graph.storages
     )
-    changed = rebuilt(msgspec.structs.replace(graph, storages=storages), ops, range(len(storages)))
-    binding = replace(
-        captured.binding,
-        calls=tuple(replace(call, op=number) for number, call in enumerate(calls)),
-        residents=tuple(each for each in captured.binding.residents if each.value.storage not in kept),
+    residents = tuple(each for each in captured.binding.residents if each.value.storage not in kept)
+    between_steps = replace(
+        captured,
+        graph=msgspec.structs.replace(graph, storages=storages),
+        binding=replace(captured.binding, residents=residents),
     )
-    return replace(captured, graph=changed, binding=binding, observed=())
+    return between_steps.with_ops(made)
 
 
 def kept_by(captured: Captured) -> tuple[Kept, ...]:
@@ -249,18 +245,17 @@ def settle(
     for parameter, name in kept:
         wanted[parameter].add(name)
     moved = False
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            names = wanted.get(parameter, ())
-            if names and not optimizer.state.get(parameter):
-                _make_state(optimizer, number, parameter)
-            for name, held in optimizer.state.get(parameter, {}).items():
-                if not isinstance(held, torch.Tensor) or is_kept_on_host(held) == (name in names):
-                    continue
-                to_host = name in names
-                made = kept_on_host(held, device, directory) if to_host else on_device(held, parameter.device)
-                optimizer.state[parameter][name] = made
-                moved |= to_host
+    for number, parameter in with_groups(optimizer):
+        names = wanted.get(parameter, ())
+        if names and not optimizer.state.get(parameter):
+            _make_state(optimizer, number, parameter)
+        for name, held in optimizer.state.get(parameter, {}).items():
+            if not isinstance(held, torch.Tensor) or is_kept_on_host(held) == (name in names):
+                continue
+            to_host = name in names
+            made = kept_on_host(held, device, directory) if to_host else on_device(held, parameter.device)
+            optimizer.state[parameter][name] = made
+            moved |= to_host
     if moved:
         empty_cache(device)
 
@@ -304,7 +299,7 @@ class _Makes:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = {each: n for n, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        self._groups = {parameter: number for number, parameter in with_groups(optimizer)}
         self._made: dict[int, set[str]] = {}
 
     def __call__(self, parameter: torch.nn.Parameter, name: str) -> bool:

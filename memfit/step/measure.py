@@ -19,10 +19,12 @@ from memfit.memory.footprint import footprint
 from memfit.memory.place import span_bytes
 from memfit.memory.saved_on_host import EagerRun
 from memfit.memory.snapshot import left_as_it_was
+from memfit.planning import Settings
 from memfit.simulate.overlap import Transfers
 from memfit.step.measured import Measured
 from memfit.step.overhead import spread_of
 from memfit.step.verify import RunsStep, unplanned_bytes
+from memfit.system.budget import parse_budget
 from memfit.system.recorder import Usage, empty_cache, record, taken_bytes
 from memfit.torch_private.modules import own_tensors
 from memfit.torch_private.tensors import tree_flatten
@@ -191,6 +193,18 @@ def _batch_storages(batch: Any, device: torch.device) -> dict[int, int]:
         pointer: taken_bytes(max(end for _, end in spans) - min(start for start, _ in spans), device)
         for pointer, spans in used.items()
     }
+
+
+def in_bytes(settings: Settings, step: TrainingStep, device: torch.device) -> Settings:
+    """Return settings whose budget is in bytes; a percentage is of the peak that an eager step is measured to have.
+
+    Args:
+        settings: with the budget.
+        step: the training step.
+        device: where it runs.
+    """
+    eager_bytes = 0 if settings.is_in_bytes else measured_eager_peak(step, device)
+    return settings.within(parse_budget(settings.budget, eager_bytes))
 
 
 def measured_eager_peak(step: TrainingStep, device: torch.device) -> int:

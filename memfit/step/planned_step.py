@@ -99,7 +99,7 @@ class PlannedStep(Step):
             self._memory,
             self._ranks,
             self._programs.plan_within,
-            None if Contract(settings.budget).is_share else Beside(self.device, step.model, step.optimizer),
+            Beside(self.device, step.model, step.optimizer) if settings.is_in_bytes else None,
             is_capped=settings.hard,
         )
         self.corrections = self._proof.corrections

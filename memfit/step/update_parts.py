@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
 
 from memfit.binding import Call, Origin, Value
 from memfit.capture import Captured, TrainingStep
-from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, is_of_torch, overlap
+from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, in_grad, is_of_torch, overlap
+from memfit.capture.training_step import with_groups
 from memfit.capture.update_trial import with_measured_updates
 from memfit.graph import Op, Phase
-from memfit.rebuild import rebuilt
 from memfit.torch_private.modules import optimizer_hooks
 
 _PARTS = 12  # as many as of the updates in backward
@@ -35,13 +34,8 @@ class ClipGradients:
 
     def __call__(self, *gradients: torch.Tensor) -> None:
         assert self.step.clip_norm is not None
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
-        try:
+        with in_grad(self.parameters, gradients):
             torch.nn.utils.clip_grad_norm_(self.step.clipped(), self.step.clip_norm)
-        finally:
-            for parameter in self.parameters:
-                parameter.grad = None
 
 
 def with_update_in_parts(step: TrainingStep, captured: Captured) -> Captured:
@@ -59,20 +53,18 @@ def with_update_in_parts(step: TrainingStep, captured: Captured) -> Captured:
     touched = {str(each.key): each.value.storage for each in binding.residents if each.origin is not Origin.INPUT}
     gradients = tuple(dict.fromkeys(value.storage for value in call.args))
     clip = ClipGradients(step, call.target.parameters)
-    ops = [
-        Op(
-            id=0,
-            name="clip_gradients",
-            target=clip.__name__,
-            phase=Phase.UPDATE,
-            reads=(),
-            writes=(),
-            mutates=gradients,
-            seconds=0.0,
-            workspace_bytes=_NORMS_BYTES * len(call.args),
-        )
-    ]
-    calls = [Call(op=0, target=clip, args=call.args)]
+    clipping = Op(
+        id=0,
+        name="clip_gradients",
+        target=clip.__name__,
+        phase=Phase.UPDATE,
+        reads=(),
+        writes=(),
+        mutates=gradients,
+        seconds=0.0,
+        workspace_bytes=_NORMS_BYTES * len(call.args),
+    )
+    made = [(clipping, Call(op=0, target=clip, args=call.args))]
     names = {parameter: name for name, parameter in step.model.named_parameters()}
     share = op.workspace_bytes or 0
     for place, (group, places) in enumerate(_parts(step, call.target.parameters)):
@@ -80,24 +72,22 @@ def with_update_in_parts(step: TrainingStep, captured: Captured) -> Captured:
         own = {names[parameter] for parameter in parameters}
         mutates = {s for key, s in touched.items() if key in own or key.rpartition(".")[0] in own} & set(op.mutates)
         args = tuple(call.args[at] for at in places)
-        ops.append(
-            msgspec.structs.replace(
-                op,
-                name=f"{op.name}_{place}",
-                reads=tuple(dict.fromkeys(value.storage for value in args)),
-                mutates=tuple(sorted(mutates)),
-                seconds=0.0,
-            )
+        updating = msgspec.structs.replace(
+            op,
+            name=f"{op.name}_{place}",
+            reads=tuple(dict.fromkeys(value.storage for value in args)),
+            mutates=tuple(sorted(mutates)),
+            seconds=0.0,
         )
-        calls.append(replace(call, target=ParameterUpdate(call.target.optimizer, parameters, group, share), args=args))
-    changed = [*graph.ops[:number], *ops, *graph.ops[number + 1 :]]
-    bound = [*binding.calls[:number], *calls, *binding.calls[number + 1 :]]
-    parted = replace(binding, calls=tuple(replace(each, op=at) for at, each in enumerate(bound)))
-    measured = with_measured_updates(rebuilt(graph, changed, range(len(graph.storages))), parted)
-    left = op.seconds - sum(each.seconds for each in measured.ops[number + 1 : number + len(ops)])
+        target = ParameterUpdate(call.target.optimizer, parameters, group, share)
+        made.append((updating, replace(call, target=target, args=args)))
+    before = list(zip(graph.ops, binding.calls, strict=True))
+    parted = captured.with_ops([*before[:number], *made, *before[number + 1 :]])
+    measured = with_measured_updates(parted.graph, parted.binding)
+    left = op.seconds - sum(each.seconds for each in measured.ops[number + 1 : number + len(made)])
     clipped = msgspec.structs.replace(measured.ops[number], seconds=max(0.0, left))
     graph = msgspec.structs.replace(measured, ops=(*measured.ops[:number], clipped, *measured.ops[number + 1 :]))
-    return replace(captured, graph=graph, binding=parted, observed=())
+    return replace(parted, graph=graph)
 
 
 def _may_be_divided(step: TrainingStep, call: Call) -> bool:
@@ -113,9 +103,7 @@ def _parts(step: TrainingStep, parameters: Sequence[torch.nn.Parameter]) -> Iter
     """Yield the parts of an update: the number of the optimizer's group, and places among the parameters."""
     assert step.optimizer is not None
     most_bytes = sum(parameter.nbytes for parameter in parameters) // _PARTS
-    group_of: dict[Any, int] = {
-        parameter: number for number, group in enumerate(step.optimizer.param_groups) for parameter in group["params"]
-    }
+    group_of = {parameter: group for group, parameter in with_groups(step.optimizer)}
     part: list[int] = []
     for place, parameter in enumerate(parameters):
         part.append(place)

@@ -66,6 +66,15 @@ def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
     return _checked(number * _BYTES_PER_UNIT[unit], shown)
 
 
+def is_share(budget: object) -> bool:
+    """Return whether a budget is a percentage of a peak, which has to be known before it can be read.
+
+    >>> is_share("60%"), is_share("90% of the card"), is_share("6GiB"), is_share(1 << 30)
+    (True, False, False, False)
+    """
+    return str(budget).strip().endswith("%")
+
+
 def is_of_card(text: object) -> bool:
     """Return whether a budget is a share of the device's memory, and not of the peak of a step.
 
@@ -156,7 +165,7 @@ def parse_host_budget(given: str | int | None) -> int:
     """
     if given is None or str(given).strip() == "0":
         return 0
-    if str(given).strip().endswith("%") or is_of_card(given):
+    if is_share(given) or is_of_card(given):
         raise InvalidBudgetError(f"host budget {given!r} is a share; expected a size such as 64GiB")
     return parse_budget(given, unplanned_peak_bytes=0)
 

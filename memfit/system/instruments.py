@@ -61,6 +61,16 @@ class Usage:
         held_bytes = 0 if self.reserved_bytes is None else self.reserved_bytes - self.start_bytes
         return max(self.peak_bytes, held_bytes)
 
+    @property
+    def most_live_bytes(self) -> int:
+        """The most bytes that were live on the device, as `allocated_bytes` counts them."""
+        return self.start_bytes + self.peak_bytes
+
+    @property
+    def most_taken_bytes(self) -> int:
+        """The most bytes that were taken from the device: these, and on CUDA also what its allocator held unused."""
+        return self.start_bytes + self.taken_bytes
+
 
 class Instrument(ABC):
     """Counts the bytes of a device; `source` is its name in a record's Usage."""

@@ -20,7 +20,7 @@ CUDA_ALIGNMENT_BYTES = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize
 _PAGE_BYTES = {"cuda": 2 << 20}  # c10/cuda/CUDACachingAllocator.cpp, kSmallBuffer and the step of larger segments
 
 
-def record(device: torch.device | str) -> AbstractContextManager[Usage]:
+def record(device: torch.device | str) -> Record:
     """Record the bytes that torch allocates on `device` inside the block.
 
         >>> import torch
@@ -39,7 +39,7 @@ def record(device: torch.device | str) -> AbstractContextManager[Usage]:
     Raises:
         InvalidDeviceError: neither a CPU nor a CUDA device at hand.
     """
-    return _Record(instrument_of(torch.device(device)))
+    return Record(instrument_of(torch.device(device)))
 
 
 def watch(device: torch.device) -> AbstractContextManager[Usage]:
@@ -54,7 +54,7 @@ def watch(device: torch.device) -> AbstractContextManager[Usage]:
         InvalidDeviceError: neither a CPU nor a CUDA device at hand.
     """
     instrument = instrument_of(device)
-    return _CudaWatch(instrument) if isinstance(instrument, CudaStatistics) else _Record(instrument)
+    return _CudaWatch(instrument) if isinstance(instrument, CudaStatistics) else Record(instrument)
 
 
 def records_at_once(device: torch.device) -> bool:
@@ -134,10 +134,15 @@ def page_bytes(device: torch.device) -> int:
     return _PAGE_BYTES.get(device.type, 0)
 
 
-class _Record:
+class Record:
     """The `with` block of `record`. A class, because a generator of contextlib takes longer than the record.
 
     A record that nobody can end any more ends with its object: there are only so many at a time.
+
+        >>> opened = record("cpu").begin()
+        >>> roots = torch.empty(1024).sqrt()
+        >>> opened.close().peak_bytes
+        8192
     """
 
     __slots__ = ("_instrument", "_token", "_usage")
@@ -155,6 +160,16 @@ class _Record:
         token, self._token = self._token, None
         if token is not None:
             self._instrument.close(self._usage, token)
+
+    def begin(self) -> Record:
+        """Begin, and return the record itself, for code that no `with` block can hold."""
+        self.__enter__()
+        return self
+
+    def close(self) -> Usage:
+        """End what `begin` has begun, and return its figures."""
+        self.__exit__()
+        return self._usage
 
     def __del__(self) -> None:
         try:  # noqa: SIM105 - at the interpreter's exit a driver may be gone, and this file's names

@@ -12,6 +12,7 @@ import torch
 from memfit.system.addresses import returns_same
 from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.modules import leaf_hooks
+from memfit.torch_private.tensors import PLAIN_TYPES
 
 dict_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
 """Returns a number that is another one after each change of a dictionary; but see ATTRIBUTES_HAVE_VERSIONS."""
@@ -104,18 +105,15 @@ class TensorMetadata:
         return self._root.check(tensors)
 
 
-_EXACT = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # torch asks classes of others by Python code
-
-
 class TensorAddresses:
     """Holds the addresses of real dense tensors' first elements against those from before."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._tensors = tensors
-        exact = [each for each in tensors if type(each) in _EXACT]
+        exact = [each for each in tensors if type(each) in PLAIN_TYPES]  # torch asks classes of others by Python code
         self._objects = np.array(list(map(id, exact)), dtype=np.int64)
         self._addresses = np.array(list(map(torch.Tensor.data_ptr, exact)), dtype=np.int64)
-        self._others = [(each, each.data_ptr()) for each in tensors if type(each) not in _EXACT]
+        self._others = [(each, each.data_ptr()) for each in tensors if type(each) not in PLAIN_TYPES]
 
     def match(self) -> bool:
         """Return whether all tensors are where they were."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private.tensors import contiguous_strides
+from memfit.torch_private.tensors import contiguous_strides, storage_users
 
 
 def has_ranks() -> bool:
@@ -174,11 +174,7 @@ class _Lent:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.works: list[tuple[Any, torch.Tensor]] = []
-        self.holders = _holders(tensor)
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+        self.holders = storage_users(tensor.untyped_storage())
 
 
 def _sum_in_place(tensor: torch.Tensor, operation: str, group_name: str) -> None:
@@ -208,7 +204,9 @@ def _take_back(tensor: torch.Tensor) -> None:
         torch.ops._c10d_functional.wait_tensor(each) if work is None else work.wait()
     work = each = None
     looks, until = 0, time.monotonic() + _LET_GO_SECONDS
-    while tensor.device.type == "cpu" and _holders(tensor) > lent.holders and time.monotonic() < until:
+    while tensor.device.type == "cpu" and storage_users(tensor.untyped_storage()) > lent.holders:
+        if time.monotonic() >= until:
+            break
         looks += 1
         time.sleep(0 if looks < _MANY else _PAUSE_SECONDS)
 

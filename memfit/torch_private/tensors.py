@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves as _torch_tree_leaves
 from torch.utils._pytree import tree_map as _torch_tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from memfit.memory.place import Place
 from memfit.torch_private.patching import replaced
 
 BatchNormBase = _BatchNorm
@@ -68,12 +69,13 @@ def is_freed(tensor: torch.Tensor) -> bool:
     """
     if not is_plain_dense(tensor):
         return False
-    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > 0 and (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+    return Place.of(tensor).reach_bytes > tensor.untyped_storage().nbytes()
 
 
 _Made = TypeVar("_Made", bound=torch.Tensor)
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (*_ORDINARY, torch.nn.Buffer)
+"""The classes of tensors that are torch's own, without code of their own for operators."""
 
 
 def has_own_dispatch(tensor: torch.Tensor) -> bool:
