@@ -6,7 +6,6 @@ of `Settings`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from memfit.errors import InvalidBudgetError, InvalidOptionError
 from memfit.plan import Progress
 from memfit.planning import Settings
 from memfit.system.budget import parse_host_budget, parse_rate
+from memfit.system.lines import did_you_mean
 from memfit.system.spill_file import parse_host_dir
 
 NVLINK, INFINIBAND = "nvlink", "ib"
@@ -206,8 +206,7 @@ def require_options(given: Mapping[str, Any], record: type, where: str) -> None:
     known = help_texts(record)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            meant = did_you_mean(name, known)
             raise InvalidOptionError(f"{where}: option {name!r} does not exist{meant}; there are {', '.join(known)}")
 
 

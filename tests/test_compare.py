@@ -189,12 +189,12 @@ def test_torch_solvers_keep_less_for_a_smaller_share(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_torch_cannot_compile_is_still_compared(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.baselines import torch_budget
+    from memfit import baselines
 
     def fail(*_arguments: object) -> None:
         raise RuntimeError("graph break")
 
-    monkeypatch.setattr(torch_budget, "with_torch_budget", fail)
+    monkeypatch.setattr(baselines, "with_torch_budget", fail)
     words = ("lstm", *SMALL, "--planners", "torch:greedy,none", "--budgets", 1, "--measure", "--repeats", 1, "--json")
     status, out, _ = run("compare", *words)
     assert status == 0

@@ -19,7 +19,7 @@ def interrupt_soon():
 
 """
 ASIDE = """
-from memfit.system.interruptible import run_aside
+from memfit.system.worker import run_aside
 stop = threading.Event()
 interrupt_soon()
 try:
@@ -31,7 +31,7 @@ SOLVER = """
 import random
 from ortools.sat.python import cp_model
 from memfit.planners.engine.solver import make_solver
-from memfit.system.interruptible import run_aside
+from memfit.system.worker import run_aside
 
 chance = random.Random(0)
 model = cp_model.CpModel()  # a market split, for which no solver has a proof in minutes (Cornuejols and Dawande 1998)

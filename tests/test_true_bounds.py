@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from devices import linked
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,11 +15,8 @@ from memfit import TrainingStep
 from memfit.capture import capture, finish
 from memfit.cost.calibration import local_device
 from memfit.cost.measurement import measure
-from memfit.device import GENERIC
-from memfit.graph import Graph, Op, Phase, Role, Storage
 from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import least_budget_bound
-from memfit.planners.engine.results import unplanned_peak_bytes
 from memfit.step.measure import resident_bytes
 from memfit.step.planned_step import PlannedStep
 from memfit.system.recorder import record
@@ -154,37 +150,6 @@ def test_the_first_step_that_makes_states_and_the_next_one_stay_within_the_budge
             assert planned.corrections == []
             optimizer.state.clear()
         assert planned is not None
-
-
-# -- results that cannot be recomputed ----------------------------------------------------------------------------
-
-
-def once_graph(recomputable: bool) -> Graph:
-    """Four results that nothing can recompute (or all can), and an op that reads all of them at the end."""
-    sizes = [8, 100, 200, 300, 400, 8]
-    roles = [Role.INPUT, *[Role.ACTIVATION] * 4, Role.OUTPUT]
-    forward = Phase.FORWARD
-    ops = [
-        Op(id=i, name=f"op{i}", phase=forward, reads=(i,), writes=(i + 1,), seconds=1.0, recomputable=recomputable)
-        for i in range(4)
-    ]
-    # read one after the other: each only if a result of the op before is there
-    ops.append(Op(id=4, name="sum", phase=forward, reads=(1, 4), writes=(5,), seconds=1.0))
-    storages = [Storage(id=i, name=f"s{i}", bytes=size, role=roles[i]) for i, size in enumerate(sizes)]
-    return Graph.build(name="once", storages=storages, ops=ops)
-
-
-def test_a_result_that_cannot_be_computed_again_is_in_the_bound_until_its_last_read() -> None:
-    problem = Problem(graph=once_graph(recomputable=True), device=GENERIC, budget_bytes=1)
-    assert least_budget_bound(problem) == (8 + 300 + 400, (3,))
-    problem = Problem(graph=once_graph(recomputable=False), device=GENERIC, budget_bytes=1)
-    assert least_budget_bound(problem) == (8 + 100 + 300 + 400, (3,))
-    assert unplanned_peak_bytes(problem.graph, GENERIC) == 808
-    # with a host it may be away meanwhile
-    problem = Problem(
-        graph=once_graph(recomputable=False), device=linked(1.0, 1.0), budget_bytes=1, host_budget_bytes=100
-    )
-    assert least_budget_bound(problem)[0] == 8 + 300 + 400
 
 
 # -- 100% -------------------------------------------------------------------------------------------------------------

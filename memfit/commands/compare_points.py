@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from memfit.baselines.knapsack import plan_knapsack
 from memfit.commands.graph_with_costs import Costed
 from memfit.commands.work import Work
 from memfit.device import Device
@@ -70,10 +69,9 @@ class Grid:
         if self.settings.host_budget_bytes == 0:
             there = [name for name in there if name not in _WITHOUT_HOST]
         if not isinstance(resolved, Graph) and resolved.has_backward:
-            from memfit.baselines.checkpoints import checkpoint_names
-            from memfit.baselines.torch_budget import torch_budget_names
+            from memfit.baselines import baseline_names
 
-            there += torch_budget_names() + checkpoint_names(resolved)
+            there += baseline_names(resolved)
         if self.planners.strip() == "all":
             return [name for name in there if name not in _BY_NAME]
         asked = [name.strip() for name in self.planners.split(",") if name.strip()]
@@ -152,8 +150,7 @@ def _points(
             yield _point(name, budget, None, result, unplanned)
         return
     assert not isinstance(resolved, Graph), "a graph file has no baselines"
-    from memfit.baselines.checkpoints import CHECKPOINT
-    from memfit.baselines.torch_budget import SOLVERS
+    from memfit.baselines import CHECKPOINT, SOLVERS, plan_knapsack
 
     kind, _, setting = name.partition(":")
     if kind == CHECKPOINT:
@@ -214,19 +211,17 @@ def _point(
 
 def _measured(point: ComparedPoint, step: TrainingStep, repeats: int, known: dict[Schedule, Measured]) -> ComparedPoint:
     """Return the point with the measurement of its run; equal schedules are run once."""
-    from memfit.baselines import checkpoints, torch_budget
+    from memfit import baselines
 
     kind, _, setting = point.planner.partition(":")
-    if kind == torch_budget.TORCH:
+    if kind == baselines.TORCH:
         assert isinstance(point.setting, float)
         try:
-            return replace(
-                point, measured=torch_budget.with_torch_budget(step, setting, point.setting).measure(repeats)
-            )
+            return replace(point, measured=baselines.with_torch_budget(step, setting, point.setting).measure(repeats))
         except RuntimeError as error:  # of which all errors of torch's compiler are a kind
             return replace(point, status=f"torch: {type(error).__name__}")
-    if kind == checkpoints.CHECKPOINT:
-        measured = checkpoints.with_checkpoints_placed(step, setting).measure(repeats)
+    if kind == baselines.CHECKPOINT:
+        measured = baselines.with_checkpoints_placed(step, setting).measure(repeats)
         return replace(point, status="measured", measured=measured)
     if point.plan is None:
         return point

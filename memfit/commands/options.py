@@ -20,9 +20,7 @@ from memfit.errors import InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner
 from memfit.planning import DEFAULT_PLANNER, DEFAULT_TIME_LIMIT_SECONDS, Settings
-from memfit.system.budget import is_of_card, parse_budget
-
-_ANY_PEAK_BYTES = 1 << 50  # the peak that a percentage is taken of while only its form is checked
+from memfit.system.budget import require_budget
 
 _TEXTS = help_texts(FitOptions) | help_texts(RanksOptions)
 _HELP = {name: f"{text[:1].upper()}{text[1:]}." for name, text in _TEXTS.items()}
@@ -133,8 +131,7 @@ class Search:
             InvalidBudgetError: a budget that cannot be read.
             InvalidOptionError: no such planner, no such option, or a value that it cannot have.
         """
-        if not is_of_card(budget):
-            parse_budget(budget, unplanned_peak_bytes=_ANY_PEAK_BYTES)
+        require_budget(budget)
         of_plan = {
             "planner": self.planner,
             "options": typed_options("planner", self.planner, PLANNERS, read_settings(self.option, "--option")),

@@ -18,7 +18,7 @@ from memfit.chunked_loss import HELP
 from memfit.commands.verbosity import Quiet, Verbose, Verbosity
 from memfit.errors import InvalidOptionError, MemfitError
 from memfit.memory.contract import read_firm
-from memfit.system.budget import format_bytes, is_of_card, parse_budget, parse_host_budget
+from memfit.system.budget import format_bytes, parse_host_budget, require_budget
 from memfit.system.files import require_writable
 from memfit.system.lines import lines_on_stderr, say
 from memfit.system.script import Script, when_imported
@@ -42,7 +42,6 @@ PARSING = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help
 """Options behind the script are the script's own."""
 
 _DOORS = ("auto", "checkpoint", "eager")
-_ANY_PEAK_BYTES = 1 << 50  # of which a percentage is taken while only its form is checked
 _BAD_INPUT = 2
 
 
@@ -99,8 +98,7 @@ def run(
     Arguments, prints, exit status and signals are the script's own.
     """
     Verbosity(verbose=verbose, quiet=quiet).choose(shows_progress=False)
-    if not is_of_card(budget):
-        parse_budget(budget, _ANY_PEAK_BYTES)
+    require_budget(budget)
     parse_host_budget(host_budget)
     read_firm(budget_is)
     if door not in _DOORS:

@@ -19,8 +19,9 @@ import msgspec
 
 from memfit.errors import InvalidOptionError, InvalidTargetError, MemfitError
 from memfit.graph import Graph
+from memfit.system.lines import did_you_mean
 from memfit.system.script import when_imported
-from memfit.workloads.registry import WORKLOADS, OptionValue, did_you_mean
+from memfit.workloads.registry import WORKLOADS, OptionValue
 
 if TYPE_CHECKING:
     from memfit.capture.training_step import TrainingStep

@@ -17,6 +17,7 @@ from memfit.schedule import Schedule
 from memfit.simulate.in_place import apart, in_place
 
 STRATEGIES = ("none", "inplace", "sharing")
+_SHARING_SECONDS = 1.0  # time limit of the packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class ParallelBytes:
 
 
 def strategy_bytes(
-    graph: Graph, schedule: Schedule, device: Device, *, strategies: Sequence[str] = STRATEGIES, seconds: float = 1.0
+    graph: Graph, schedule: Schedule, device: Device, *, strategies: Sequence[str] = STRATEGIES
 ) -> dict[str, int]:
     """Return the bytes that `schedule` needs on the device under each strategy, residents and outputs included.
 
@@ -46,7 +47,6 @@ def strategy_bytes(
         schedule: computes and drops, such as the unplanned step; a storage is dropped right after its last use.
         device: gives the alignment.
         strategies: names among `STRATEGIES`.
-        seconds: time limit of the packing.
 
     Source: mxnet 1.0, "Optimizing Memory Consumption", and its memory cost estimation script.
     """
@@ -55,7 +55,7 @@ def strategy_bytes(
         step = blocks_of(graph, apart(schedule) if strategy == "none" else in_place(graph, schedule), device)
         always = device.resident_bytes(graph) + int(step.outside_bytes.max(initial=0))
         if strategy == "sharing":
-            layout = Portfolio().pack(PackingProblem(blocks=step.blocks, time_limit_seconds=seconds))
+            layout = Portfolio().pack(PackingProblem(blocks=step.blocks, time_limit_seconds=_SHARING_SECONDS))
             check_layout(step.blocks, layout)
             result[strategy] = always + layout.height_bytes
         else:
@@ -63,7 +63,7 @@ def strategy_bytes(
     return result
 
 
-def parallel_bytes(graph: Graph, device: Device, *, seconds: float = 1.0) -> ParallelBytes:
+def parallel_bytes(graph: Graph, device: Device) -> ParallelBytes:
     """Return what `graph` needs under each way of sharing that is safe when ops run at the same time.
 
     In-place reuse and workspaces are left out. Residents, arrivals and outputs are counted as if all were there at
@@ -72,7 +72,6 @@ def parallel_bytes(graph: Graph, device: Device, *, seconds: float = 1.0) -> Par
     Args:
         graph: the part that runs in parallel.
         device: gives the alignment.
-        seconds: time limit of the packing in the way `series`.
 
     Source: mxnet 1.0, "Optimizing Memory Consumption", memory allocation for parallel operations.
     """
@@ -81,7 +80,7 @@ def parallel_bytes(graph: Graph, device: Device, *, seconds: float = 1.0) -> Par
     always = sum(size for storage, size in sizes.items() if storage not in inside)
     needed, dependences = {"apart": sum(sizes.values())}, 0
     for way in WAYS:
-        layout = pack_parallel(graph, way, device, seconds=seconds)
+        layout = pack_parallel(graph, way, device)
         check_parallel(graph, layout, device)
         needed[way] = always + layout.height_bytes
         dependences += len(layout.dependences)

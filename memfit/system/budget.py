@@ -26,6 +26,7 @@ _OF_CARD = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*%\s+of\s+the\s+card", 
 _FORMS = "write 6GiB, 500MB, a whole number of bytes, 60% of the step's peak, or '90% of the card'"
 _MOST_BYTES = 1 << 62  # the limit of a storage in a graph file; larger numbers are typing errors
 _MOST_CHARACTERS = 64
+_ANY_PEAK_BYTES = 1 << 50  # of which a percentage is taken while only its form is checked
 
 
 def parse_budget(text: object, unplanned_peak_bytes: int) -> int:
@@ -82,6 +83,16 @@ def is_of_card(text: object) -> bool:
     (True, False)
     """
     return isinstance(text, str) and _OF_CARD.fullmatch(text.strip()) is not None
+
+
+def require_budget(text: object) -> None:
+    """Refuse a budget that cannot be read, before the peak of the step, or the device, is known.
+
+    Raises:
+        InvalidBudgetError: as `parse_budget`.
+    """
+    if not is_of_card(text):
+        parse_budget(text, _ANY_PEAK_BYTES)
 
 
 class Card(NamedTuple):

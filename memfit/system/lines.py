@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TextIO
 
 QUIET, NORMAL, VERBOSE = logging.ERROR, logging.WARNING, logging.DEBUG
@@ -23,6 +24,20 @@ def printable(name: str) -> str:
     if name.isprintable():
         return name
     return "".join(character if character.isprintable() else "?" for character in name)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the known name that is closest to an unknown one; empty if none is close.
+
+    >>> did_you_mean("bach", ["batch", "size"])
+    "; did you mean 'batch'?"
+
+    Args:
+        name: as given.
+        known: the names that exist.
+    """
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def write(text: str, stream: TextIO) -> None:

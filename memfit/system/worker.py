@@ -113,3 +113,27 @@ def _work(calls: SimpleQueue[Call[object] | None]) -> None:
 
 def _nothing() -> None:
     """Do nothing, after all calls before."""
+
+
+def run_aside(work: Callable[[], R], stop: Callable[[], None]) -> R:
+    """Return the result of `work`, which runs in another thread, while this one waits.
+
+    >>> run_aside(lambda: 2, lambda: None)
+    2
+
+    Args:
+        work: a call that lets other threads run meanwhile.
+        stop: makes `work` end soon; called on Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C, once `work` has ended.
+    """
+    thread = Worker("memfit aside")
+    running = thread.submit(work)
+    thread.end()
+    try:
+        return running.result()
+    except KeyboardInterrupt:
+        stop()
+        running.wait()
+        raise

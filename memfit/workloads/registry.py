@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 from memfit.errors import InvalidOptionError, InvalidTargetError
+from memfit.system.lines import did_you_mean
 
 OptionValue = int | float | str | bool
 
@@ -103,17 +103,6 @@ def find(name: str) -> Workload:
             f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}{did_you_mean(name, WORKLOADS)}"
         )
     return WORKLOADS[name]
-
-
-def did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    """Return a hint at the known name that is closest to an unknown one; empty if none is close.
-
-    Args:
-        name: as given.
-        known: has the names that exist as keys.
-    """
-    near = get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _as_type_of(default: OptionValue, given: OptionValue) -> OptionValue | None:

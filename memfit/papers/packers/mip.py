@@ -12,7 +12,7 @@ from memfit.errors import InvalidOptionError
 from memfit.packing.best_fit import fill_lines
 from memfit.packing.blocks import Layout, PackingProblem, make_layout
 from memfit.packing.sections import Sections, sections_of
-from memfit.system.interruptible import run_aside
+from memfit.system.worker import run_aside
 
 _SEED_MODULUS = 1 << 31  # the solver's seeds are 31 bits
 _PAIRS_A_LOOK = 1000  # between two readings of the clock while the model is built: ten milliseconds

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memfit.system.interruptible import run_aside
+from memfit.system.worker import run_aside
 
 _SEED_MODULUS = 1 << 31  # CP-SAT's seeds have 31 bits
 _LEAST_SECONDS = 0.01  # of one solution, where no time is left

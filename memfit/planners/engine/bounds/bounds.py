@@ -35,7 +35,6 @@ import numpy as np
 from memfit.device import Device
 from memfit.graph import Graph, Op, Phase
 from memfit.plan import Bounds, Problem
-from memfit.planners.engine.bounds.computed_once import least_beside_computed_once
 from memfit.planners.engine.bounds.last_large_op import least_at_last_large_op
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND, Bound, Cuts, OpCuts
 from memfit.planners.engine.parts import ALL_PARTS, Parts
@@ -244,8 +243,7 @@ def least_budget_bound(problem: Problem, parts: Parts = ALL_PARTS) -> LeastBudge
     reads, mutates and writes, and its workspace. In-place reuse may save the bytes of one read. At the end, the device
     holds all residents and all storages required then. At a boundary, it holds the departures, the arrivals and the
     bytes that user code holds from then on. If nothing may be copied to the host, some op also runs beside storages
-    that are required at the end: see `memfit.planners.engine.bounds.last_large_op`. Others run beside results that
-    cannot be recomputed: see `memfit.planners.engine.bounds.computed_once`.
+    that are required at the end: see `memfit.planners.engine.bounds.last_large_op`.
 
     Args:
         problem: its graph, device, host budget and bytes outside count.
@@ -261,14 +259,10 @@ def least_budget_bound(problem: Problem, parts: Parts = ALL_PARTS) -> LeastBudge
     at_boundaries = [sum(sizes[s] for s in {*boundary.departures, *boundary.arrivals}) for boundary in graph.boundaries]
     least = max([at_end, *needs, *(problem.bytes_outside + held for held in at_boundaries)])
     holding = tuple(op for op, needed in enumerate(needs) if needed >= least)
-    if problem.host_budget_bytes == 0:
-        beside_bytes, beside = least_beside_computed_once(graph, device, needs)
-        if beside_bytes > least:
-            least, holding = beside_bytes, beside
-        if parts.last_large_op:
-            later_bytes, later = least_at_last_large_op(graph, device, needs, above_bytes=least)
-            if later:
-                return resident_bytes + later_bytes, later
+    if problem.host_budget_bytes == 0 and parts.last_large_op:
+        later_bytes, later = least_at_last_large_op(graph, device, needs, above_bytes=least)
+        if later:
+            return resident_bytes + later_bytes, later
     return resident_bytes + least, holding
 
 
