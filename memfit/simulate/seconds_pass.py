@@ -1,6 +1,7 @@
 """The second pass of the simulator: when each instruction starts and ends, on compute, on the link, between ranks.
 
-The pass is one loop in one function, which gets all of its arrays from Python.
+The pass is one loop in one function, and a shorter one for schedules without copies, which compiles in a tenth of the
+time. Both get all of their arrays from Python.
 """
 
 # Numba infers the types in here; pyright sees other types for elements of arrays.
@@ -184,15 +185,56 @@ def trace_seconds(
     rows = schedule.codes, schedule.operands
     sent_at = np.zeros(len(graph.resident))  # when the last collective of each storage ends
     copies = (schedule.codes == _OFFLOAD) | (schedule.codes == _PREFETCH)
+    count = np.count_nonzero(copies)
+    if count == 0:
+        return Seconds(*_trace_compute(*rows, graph, sent_at, start_seconds, end_seconds))
     end_seconds[copies] = -1.0
     # Positions of the last copies of each storage. None is cleared: a copy that has ended is not waited for.
     latest = np.full((2, len(graph.host_bytes)), _NONE)
-    queues = _no_copies(np.count_nonzero(copies), start_seconds, end_seconds)
-    return Seconds(*_trace_seconds(*rows, graph, link, queues, latest, sent_at, start_seconds, end_seconds))
+    queues = _no_copies(count, start_seconds, end_seconds)
+    return Seconds(*_trace_copies(*rows, graph, link, queues, latest, sent_at, start_seconds, end_seconds))
 
 
 @entry_point
-def _trace_seconds(
+def _trace_compute(
+    codes: NDArray[np.int8],
+    operands: NDArray[np.int32],
+    graph: GraphArrays,
+    sent_at: NDArray[np.float64],
+    start_seconds: NDArray[np.float64],
+    end_seconds: NDArray[np.float64],
+) -> _Found:
+    """Fill in when each instruction of a schedule without copies starts and ends."""
+    now, stall, sent, sending = 0.0, 0.0, 0.0, 0.0
+    op_seconds, collective = graph.seconds, graph.collective
+    read_starts, reads = graph.read_starts, graph.reads
+    departure_starts, departures = graph.departure_starts, graph.departures
+    for position in range(len(codes)):
+        code, operand, ready = codes[position], operands[position], now
+        if code == _COMPUTE and collective[operand]:
+            start_seconds[position] = max(now, sent)
+            sent = start_seconds[position] + op_seconds[operand]
+            sending += op_seconds[operand]
+            _send(operand, sent, graph, sent_at)
+            end_seconds[position] = sent
+            continue
+        if code == _COMPUTE:
+            for k in range(read_starts[operand], read_starts[operand + 1] if sent > now else 0):
+                ready = max(ready, sent_at[reads[k]])
+            start_seconds[position] = ready
+            end_seconds[position] = ready + op_seconds[operand]
+        else:
+            if code == _BOUNDARY:
+                for k in range(departure_starts[operand], departure_starts[operand + 1]):
+                    ready = max(ready, sent_at[departures[k]])
+            start_seconds[position], end_seconds[position] = now, ready
+        stall += ready - now
+        now = end_seconds[position]
+    return _NONE, now - stall, 0.0, 0.0, sending, stall, max(now, sent)
+
+
+@entry_point
+def _trace_copies(
     codes: NDArray[np.int8],
     operands: NDArray[np.int32],
     graph: GraphArrays,
@@ -203,10 +245,10 @@ def _trace_seconds(
     start_seconds: NDArray[np.float64],
     end_seconds: NDArray[np.float64],
 ) -> _Found:
-    """Fill in when each instruction starts and ends."""
+    """Fill in when each instruction of any schedule starts and ends."""
     op_seconds, read_starts, reads = graph.seconds, graph.read_starts, graph.reads
     collective = graph.collective
-    sent, sending = 0.0, 0.0  # when the last collective ends; seconds of all
+    sent, sending = 0.0, 0.0  # as in `_trace_compute`
     departure_starts, departures = graph.departure_starts, graph.departures
     offloads, prefetches = latest[0], latest[1]
     clock = copies.clock
