@@ -319,6 +319,20 @@ def test_fsdps_first_version_is_refused_by_each_door_with_the_second_one_as_the_
             door()
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fsdps_first_version_after_the_line_is_refused_before_a_block_runs(*, keeps: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(3)])
+    handle = memfit.checkpoint(model, "1GiB")
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
+    with pytest.raises(UnsupportedStepError, match=r"FSDP.* apply fully_shard \(FSDP2\) in its place"):
+        wrapped(torch.ones(2, 4))
+    handle.close()
+
+
 def test_importing_a_target_that_trains_is_refused_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "trains.py"
     path.write_text(
