@@ -167,7 +167,7 @@ class NoGraphError(UnsupportedStepError):
 
 
 class NotOneGraphError(UnsupportedStepError):
-    """PyTorch's compiler cannot take the calls of a model in as one graph."""
+    """The calls of a model cannot be planned as one graph: PyTorch's compiler breaks it, or it runs collectives."""
 
 
 class RankError(MemfitError, RuntimeError):

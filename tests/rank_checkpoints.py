@@ -10,6 +10,7 @@ import torch.distributed as dist
 from checkpoint_models import Trained, mlps, rows, train
 
 import memfit
+from memfit.errors import UnsupportedStepError
 
 
 def _compare(
@@ -130,6 +131,58 @@ def experts(_rank: int, _count: int) -> dict[str, Any]:
         return model, None
 
     return _compare(make, 0.8, _other_lengths, wrap_last=True, steps=12)
+
+
+@torch.library.custom_op("memfit_tests::summed", mutates_args=())
+def _summed(x: torch.Tensor) -> torch.Tensor:
+    found = x.clone()
+    dist.all_reduce(found)
+    return found
+
+
+_summed.register_fake(torch.empty_like)
+_summed.register_autograd(lambda _ctx, grad: _summed(grad.contiguous()))
+
+
+class _Summed(torch.nn.Module):
+    """A block with a collective inside of an operator's own code."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(_summed(x) / dist.get_world_size())
+
+
+def in_operators(_rank: int, _count: int) -> dict[str, Any]:
+    """Ranks with budgets of their own, where operators of the model's author run collectives."""
+
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(_Summed(layer) for layer in model.layers)  # pyright: ignore
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+
+    return _compare(make, 0.75 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
+
+
+def planned_operators(_rank: int, _count: int) -> dict[str, Any]:
+    """The same under the doors that plan graphs: what `memfit.fit` says, and the bits of `memfit.compile`."""
+
+    def make(compiles: bool) -> tuple[torch.nn.Module, Any]:
+        model: Any = mlps(count=4)
+        model.layers = torch.nn.ModuleList(_Summed(layer) for layer in model.layers)
+        call = torch.nn.parallel.DistributedDataParallel(model)
+        if compiles:
+            memfit.compile(call, budget="1GiB", time_limit_seconds=1)
+        return model, call
+
+    bare, got = (train(model, _rows_of_rank, steps=4, call=call).losses for model, call in map(make, (False, True)))
+    model, _ = make(False)
+    try:
+        memfit.fit(model, torch.nn.CrossEntropyLoss(), _rows_of_rank(0), budget="1GiB", process_group=dist.group.WORLD)
+    except UnsupportedStepError as refusal:
+        return {"same": got == bare, "refusal": str(refusal)}
+    return {"same": got == bare, "refusal": ""}
 
 
 def unlike(_rank: int, _count: int) -> dict[str, Any]:

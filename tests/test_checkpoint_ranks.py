@@ -11,7 +11,7 @@ from rank_runs import on_ranks
 
 pytestmark = pytest.mark.slow
 
-SHARED = ["tensor_parallel", "experts"]
+SHARED = ["tensor_parallel", "experts", "in_operators"]
 WAYS = ["data_parallel", "sharded_after", "sharded_before", *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):
     WAYS.append("trainer")
@@ -19,7 +19,9 @@ if find_spec("transformers") and find_spec("accelerate"):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks([getattr(rank_checkpoints, name) for name in WAYS], 2, tmp_path_factory.mktemp("two"))
+    return on_ranks(
+        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators")], 2, tmp_path_factory.mktemp("two")
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -40,3 +42,10 @@ def test_ranks_whose_blocks_run_collectives_follow_one_policy(two: list[dict[str
 
 def test_blocks_with_collectives_that_are_not_alike_are_computed_again_on_all_ranks(two: list[dict[str, Any]]) -> None:
     assert [found["unlike"]["rules"] for found in two] == [{"full"}, {"full"}]
+
+
+def test_operators_with_collectives_inside_are_in_no_planned_graph(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["planned_operators"]["same"]
+        assert "summed.default runs collectives in its own code" in found["planned_operators"]["refusal"]
+        assert "memfit.checkpoint(model, budget) holds" in found["planned_operators"]["refusal"]

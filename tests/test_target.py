@@ -303,6 +303,19 @@ def test_each_door_says_that_what_it_is_given_is_no_model(door: str) -> None:
         call("model.pt", budget="1GiB")
 
 
+@pytest.mark.parametrize("door", ["checkpoint", "compile", "eager"])
+def test_a_model_without_memory_is_refused_with_the_place_of_the_line(door: str) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 2) for _ in range(3)]).to("meta")
+    call: Callable[..., object] = getattr(memfit, door)
+
+    def run() -> object:
+        call(model, budget="1GiB")
+        return model(torch.ones(1, 4, device="meta"))
+
+    with pytest.raises(InvalidDeviceError, match=r"'meta'.* after model.to_empty\(device=...\)"):
+        run()
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_fsdps_first_version_is_refused_by_each_door_with_the_second_one_as_the_remedy() -> None:
@@ -317,6 +330,20 @@ def test_fsdps_first_version_is_refused_by_each_door_with_the_second_one_as_the_
     for door in doors:
         with pytest.raises(UnsupportedStepError, match=r"FSDP.* apply fully_shard \(FSDP2\) in its place"):
             door()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fsdps_first_version_after_the_line_is_refused_before_a_block_runs(*, keeps: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(3)])
+    handle = memfit.checkpoint(model, "1GiB")
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=keeps)
+    with pytest.raises(UnsupportedStepError, match=r"FSDP.* apply fully_shard \(FSDP2\) in its place"):
+        wrapped(torch.ones(2, 4))
+    handle.close()
 
 
 def test_importing_a_target_that_trains_is_refused_by_its_line(tmp_path: Path) -> None:

@@ -155,12 +155,14 @@ from memfit.torch_private.ranks import (
     first_bucket_sizes,
     gradient_buckets,
     group_timeout,
+    groups_inside,
     groups_of,
     has_ranks,
     inside_ddp,
     is_gloo,
     is_joined,
     is_lost,
+    is_of_others,
     replicated_class,
     start_gather,
     start_scatter,
@@ -280,6 +282,16 @@ def test_the_groups_of_a_collective_are_told() -> None:
         assert groups_of(functional, (ones, "sum", alone.group_name), {}, [ones]) == []
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_operators_of_others_are_told_from_pytorchs() -> None:
+    cpu, ones = torch.device("cpu"), torch.ones(2)
+    torch.library.custom_op("memfit_tests::doubled", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    doubled = torch.ops.memfit_tests.doubled.default
+    assert is_of_others(doubled) and not is_of_others(torch.ops.aten.relu.default)
+    with absent_ranks(4), groups_inside(doubled, cpu) as groups:
+        doubled(ones)
+    assert groups == []
 
 
 def test_groups_over_which_parameters_stay_divided() -> None:

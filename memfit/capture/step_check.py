@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -137,14 +138,14 @@ def require_module(model: object, where: str) -> None:
         raise InvalidTargetError(f"{where}: model is a {_kind(model)}, expected a torch.nn.Module")
 
 
-def refuse_first_fsdp(model: torch.nn.Module, where: str) -> None:
+def refuse_first_fsdp(parameters: Iterable[torch.Tensor | None], where: str) -> None:
     """Raise UnsupportedStepError if a model is under FSDP's first version: blocks lose parameters before recomputation.
 
     Args:
-        model: any module.
+        parameters: of any module; a wrapper around it shows, too.
         where: begins the message.
     """
-    if any(hasattr(each, "_fsdp_flattened") for each in model.parameters()):  # a wrapper around the model shows, too
+    if any(hasattr(each, "_fsdp_flattened") for each in parameters):
         raise UnsupportedStepError(
             f"{where}: the model is under FSDP's first version, where a block that is recomputed has lost "
             "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "

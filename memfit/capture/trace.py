@@ -25,7 +25,7 @@ from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.special_calls import SPECIAL_CASES, functionalize
 from memfit.capture.traced import Entry, TracedCall, TracedStorage, are_alike, mutated_tensors, short_name
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError, UnsupportedStepError
+from memfit.errors import CaptureError, NotOneGraphError
 from memfit.graph import Phase, Role
 from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map
@@ -177,7 +177,7 @@ class Trace:
 
         Raises:
             CaptureError: a tensor that is sparse, or from outside of the captured step.
-            UnsupportedStepError: a collective, or dropout in a recurrent layer of a GPU.
+            UnsupportedStepError: a collective (NotOneGraphError), or dropout in a recurrent layer of a GPU.
         """
         if func.namespace == "profiler":  # the label of a region: of this run
             return returned
@@ -185,7 +185,7 @@ class Trace:
         if self._makes_or_opens_sparse(func, args, returned):
             return returned
         if "c10d" in func.namespace:
-            raise UnsupportedStepError(
+            raise NotOneGraphError(
                 f"{self.scope()[1] or 'the step'} runs the collective {func}; a planned step runs no "
                 f"collectives but its own (process_group): {BY_CHECKPOINT}"
             )

@@ -17,7 +17,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, no_modes, saved_with
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast, schema_of
-from memfit.torch_private.ranks import groups_of
+from memfit.torch_private.ranks import groups_inside, groups_of
 from memfit.torch_private.sharding import is_sharded, local
 from memfit.torch_private.tensors import StorageWeakRef, draws, is_of_array, storage_key, tensors_in
 
@@ -153,7 +153,8 @@ class BlockMode(UnwrappedMode):
         self.read |= (given - updated) & self._recorder.own
         moment = self._tick()
         watch = Stopwatch(self._recorder.device)
-        returned = as_cast(func, args, self.has_autocast)(*args, **kwargs)
+        with groups_inside(func, self._recorder.device) as groups:
+            returned = as_cast(func, args, self.has_autocast)(*args, **kwargs)
         watch.stop()
         storage = self._storage_of(returned, given, written)
         beside = (written | updated) & self._recorder.own
@@ -173,9 +174,9 @@ class BlockMode(UnwrappedMode):
             self._compute_always(storage)
         self._recorder.overloads[name] = func
         tensors = tensors_in((args, kwargs))
-        if func.namespace in _COLLECTIVES or any(map(is_sharded, tensors)):
+        if groups or func.namespace in _COLLECTIVES or any(map(is_sharded, tensors)):
             self.call.has_collectives = True
-            self._recorder.note_groups(groups_of(func, args, kwargs, tensors))
+            self._recorder.note_groups(groups or groups_of(func, args, kwargs, tensors))
         does_draw = draws(func, args, kwargs)
         op = OpSeen(name=name, nth=self._nth[name], storage=storage, seconds=0.0, draws=does_draw, moment=moment)
         self._recorder.time(op, watch)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.step_check import refuse_first_fsdp
 from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.cost.stopwatch import Stopwatch
@@ -183,12 +184,18 @@ class Updates:
         self.to_come = to_come
         self._model = model
         self._parameters: list[torch.nn.Parameter] = []
+        self._first = [weakref.ref(each) for each in model.parameters()]  # a wrapper may keep them from its calls
         self._count = self._before = 0  # now, and when the last window began
 
     def kind(self) -> WindowKind:
-        """Return the kind of a window that begins; wrappers may keep gradients where no parameter shows them."""
+        """Return the kind of a window that begins; wrappers may keep gradients where no parameter shows them.
+
+        Raises:
+            UnsupportedStepError: the model was wrapped by FSDP's first version since.
+        """
         if not self._parameters or next(self._model.parameters()) is not self._parameters[0]:  # sharding replaces them
             self._parameters = list(self._model.parameters())
+            refuse_first_fsdp([*self._parameters, *(each() for each in self._first)], "memfit.checkpoint")
         has_gradients = any(each.is_leaf and each.grad is not None for each in self._parameters)
         is_later = has_gradients or 0 < self._count == self._before
         self._before = self._count

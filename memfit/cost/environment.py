@@ -30,6 +30,11 @@ def find_device(name: str | torch.device) -> torch.device:
         raise InvalidDeviceError(f"{str(name)!r} is not a device; expected cpu, cuda, cuda:0 and the like") from error
     if device.type == "cpu":
         return torch.device("cpu")
+    if device.type == "meta":
+        raise InvalidDeviceError(
+            "tensors are on the device 'meta', where they have no memory to plan; call memfit once they have some, "
+            "after model.to_empty(device=...) and the weights: fully_shard and compile() may come before"
+        )
     count = torch.cuda.device_count()
     if device.type != "cuda" or (device.index or 0) >= count:
         raise InvalidDeviceError(f"device '{device}' is not here: torch sees the CPU and {count} CUDA devices")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from memfit.cost.single_op import Clock, Measurer, undisturbed
 from memfit.errors import WrongFakesError
 from memfit.graph import Graph
 from memfit.system.load import Load
+from memfit.torch_private.ranks import is_of_others
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +134,8 @@ def _measure_missing(
 ) -> dict[str, str]:
     """Add to `known` the observation of the first op of each key that it lacks; return why ops cannot be measured."""
     ops = measurer.graph.ops
-    missing = [keys.index(key) for key in dict.fromkeys(keys) if key not in known.by_key or _is_due_again(key, known)]
+    firsts = map(keys.index, dict.fromkeys(keys))
+    missing = [each for each in firsts if _is_due(keys[each], binding.calls[each].target, known)]
     skipped: dict[str, str] = {}
     with _adding_to(known, measurer.device) as new, _with_load(new, known):
         for done, index in enumerate(missing):
@@ -149,9 +152,12 @@ def _measure_missing(
 _measured_here: set[tuple[Path, str]] = set()  # in this process, which does not measure an op again
 
 
-def _is_due_again(key: str, known: Observations) -> bool:
-    """Return whether an op was measured in a busy moment, by another process."""
-    return known.is_lasting and known.by_key[key].load > 0 and (known.path, key) not in _measured_here
+def _is_due(key: str, target: Any, known: Observations) -> bool:
+    """Return whether an op is to be measured, again if that was in a busy moment, or if its code may have changed."""
+    if key not in known.by_key:
+        return True
+    may_differ = known.by_key[key].load > 0 or is_of_others(target)
+    return known.is_lasting and may_differ and (known.path, key) not in _measured_here
 
 
 @contextmanager

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, values_in
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.cost.collectives import is_collective
 from memfit.cost.environment import free_bytes
 from memfit.cost.gpu_timing import dispatch_seconds, kernel_seconds
 from memfit.cost.observations import Observation
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_memory, check_results, result_bytes
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, NotOneGraphError
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record
+from memfit.torch_private.ranks import groups_inside
 
 Clock = Callable[[], float]
 
@@ -81,6 +83,7 @@ class Measurer:
 
         Raises:
             CaptureError: its results differ from the captured ones in number, shape or offset.
+            NotOneGraphError: its code runs collectives.
         """
         if not getattr(call.target, "measurable", True) or is_collective(call.target):
             return ""
@@ -88,7 +91,7 @@ class Measurer:
             return f"its inputs and results take {self._needed_bytes(op, call)} bytes, more than {self.device} has free"
         try:
             return self._cost(op, call, *self.inputs.make(call, self.graph.storages))
-        except CaptureError:
+        except (CaptureError, NotOneGraphError):
             raise
         except (RuntimeError, ValueError, IndexError) as error:
             return f"it refuses inputs made for it: {str(error).strip().splitlines()[0]}"
@@ -128,8 +131,14 @@ class Measurer:
             call.target(*args, **kwargs)  # libraries take workspaces of their own at their first call, and keep them
         with uncollected(), record(self.device) as usage:
             started = self.clock()
-            returned = call.target(*args, **kwargs)
+            with groups_inside(call.target, self.device) as groups:
+                returned = call.target(*args, **kwargs)
             first_seconds = self.clock() - started
+        if groups:
+            raise NotOneGraphError(
+                f"operator {call.target} runs collectives in its own code; a planned step runs no collectives but its "
+                f"own (process_group): {BY_CHECKPOINT}"
+            )
         storage_bytes, results = check_results(op, call, returned, self.graph.storages, self.device)
         check_memory(op, call, returned, args, kwargs)
         workspace_bytes = max(0, usage.peak_bytes - result_bytes(returned, args, kwargs, self.device))

@@ -83,7 +83,7 @@ def checkpoint(
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
     require_module(model, "memfit.checkpoint")
-    refuse_first_fsdp(model, "memfit.checkpoint")
+    refuse_first_fsdp(model.parameters(), "memfit.checkpoint")
     device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.step_check import check_initialized, check_not_distributed, require_module
 from memfit.dynamo.account import Account
 from memfit.dynamo.backend import PlannedGraph
@@ -144,7 +145,7 @@ class PlannedCalls:
                 raise
             if self._otherwise is None:
                 raise NotOneGraphError(f"{error}; memfit.checkpoint holds the budget of such a model") from error
-            why, returned = str(error).removeprefix(f"{self._where}: "), None
+            why, returned = str(error).removeprefix(f"{self._where}: ").removesuffix(f": {BY_CHECKPOINT}"), None
             let_go_of_frames(error)
         if why and self._otherwise is not None:
             return self._otherwise(why)(*arguments, **named)

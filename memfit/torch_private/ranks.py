@@ -7,7 +7,8 @@ sums in place: the same bits, without memory that no plan counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,7 @@ def is_lost(error: RuntimeError) -> bool:
 
 _LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
 _MANY, _PAUSE_SECONDS = 1000, 1e-4  # looks at what gloo holds without a pause; the pause between later ones
+_OF_TORCH = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LENT = "_memfit_lent"  # of a tensor: see `_Lent`
 
 
@@ -160,6 +162,39 @@ def groups_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors
         elif argument.name == "process_group" and value is not None:
             found.append(torch.distributed.ProcessGroup.unbox(value))
     return [group for group in found if group.size() > 1]
+
+
+@contextmanager
+def groups_inside(operator: Any, device: torch.device) -> Iterator[list[Any]]:
+    """Note the process groups of the collectives that an operator's own code runs in the block; PyTorch's is known.
+
+    Args:
+        operator: that is called in the block; any callable.
+        device: of its tensors.
+    """
+    groups: list[Any] = []
+    if not is_of_others(operator):
+        yield groups
+        return
+    before = _collectives(device)
+    yield groups
+    groups += [group for group, count in _collectives(device).items() if count != before.get(group)]
+
+
+def is_of_others(operator: Any) -> bool:
+    """Return whether an operator is a library's or the user's, whose code may change, and call anything."""
+    return getattr(operator, "namespace", "aten") not in _OF_TORCH
+
+
+def _collectives(device: torch.device) -> dict[Any, int]:
+    """Return how many collectives for a device this rank has begun in each process group of more than one rank."""
+    found: dict[Any, int] = {}
+    for group in list(torch.distributed.distributed_c10d._world.pg_map) if has_ranks() else ():
+        with suppress(RuntimeError):  # it is not for this device
+            if group.size() > 1:
+                backend: Any = group._get_backend(device)
+                found[group] = backend._get_sequence_number_for_group()
+    return found
 
 
 def _group(name: str) -> Any:
