@@ -9,6 +9,9 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+BY_CHECKPOINT = "memfit.checkpoint(model, budget) holds the budget of this model in your own loop"
+"""Ends refusals of planned steps."""
+
 
 class MemfitError(Exception):
     """Base of all errors that memfit raises on purpose; catch this one to catch them all."""

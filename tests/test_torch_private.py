@@ -191,6 +191,7 @@ from memfit.torch_private.symbols import guesses_noted, make_size_environment, m
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
     INGREDIENTS,
+    PLAIN_TYPES,
     READS_A_NUMBER,
     SHORTENS,
     WITHOUT_BASE,
@@ -1135,6 +1136,7 @@ def test_addresses_of_tensors() -> None:
 def test_plain_dense_tensors() -> None:
     plain = torch.ones(2)
     assert is_plain_dense(plain)
+    assert type(plain) in PLAIN_TYPES
     assert is_plain_dense(torch.nn.Parameter(plain))
     others = (1.0, None, FakeTensorMode().from_tensor(plain), plain.to_sparse(), torch.ones(2, device="meta"))
     assert not any(map(is_plain_dense, others))

@@ -9,9 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from memfit.errors import UnsupportedStepError
-
-BY_CHECKPOINT = "memfit.checkpoint(model, budget) holds the budget of this model in your own loop"  # ends refusals
+from memfit.errors import BY_CHECKPOINT, UnsupportedStepError
 
 
 def refuse_asked(whose: str, asked: Mapping[str, bool], otherwise: str = "") -> None:

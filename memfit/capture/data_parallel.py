@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import BY_CHECKPOINT, Across, refuse_asked
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.capture.across import Across, refuse_asked
+from memfit.errors import BY_CHECKPOINT, InvalidOptionError, UnsupportedStepError
 from memfit.memory.place import fills_memory
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.ranks import (

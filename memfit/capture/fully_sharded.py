@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from memfit.capture.across import BY_CHECKPOINT, Across, refuse_asked
+from memfit.capture.across import Across, refuse_asked
 from memfit.capture.data_parallel import data_parallel
-from memfit.errors import InvalidOptionError, InvalidTargetError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, InvalidOptionError, InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.absent import is_absent
 from memfit.torch_private.ranks import is_gloo, start_sum
 from memfit.torch_private.sharding import (

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import torch
 
-from memfit.capture.across import BY_CHECKPOINT, Across
+from memfit.capture.across import Across
 from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
-from memfit.errors import InvalidTargetError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autograd import any_autocast, changing_hooks
 from memfit.torch_private.ranks import replicated_class
 

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, Origin, Resident, Value, values_in
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.corrected_fakes import as_corrected
 from memfit.capture.hidden_state import refuse_hidden_state
 from memfit.capture.special_calls import SPECIAL_CASES, functionalize
 from memfit.capture.traced import Entry, TracedCall, TracedStorage, are_alike, mutated_tensors, short_name
 from memfit.cost.observations import Corrections, RealResult, call_key
-from memfit.errors import CaptureError, NotOneGraphError
+from memfit.errors import BY_CHECKPOINT, CaptureError, NotOneGraphError
 from memfit.graph import Phase, Role
 from memfit.torch_private.absent import has_no_memory
 from memfit.torch_private.tensors import draws, is_fake, is_view, storage_key, tensors_in, tree_flatten, tree_map

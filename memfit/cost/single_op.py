@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from memfit.binding import Call, values_in
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.cost.collectives import is_collective
 from memfit.cost.environment import free_bytes
 from memfit.cost.gpu_timing import dispatch_seconds, kernel_seconds
 from memfit.cost.observations import Observation
 from memfit.cost.op_inputs import InputMaker
 from memfit.cost.result_check import check_memory, check_results, result_bytes
-from memfit.errors import CaptureError, NotOneGraphError
+from memfit.errors import BY_CHECKPOINT, CaptureError, NotOneGraphError
 from memfit.graph import Graph, Op
 from memfit.system.recorder import record
 from memfit.torch_private.ranks import groups_inside

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
 from memfit.checkpointing.step import CheckpointedStep
 from memfit.compile_ahead import compile_simulator
 from memfit.cost.calibration import card_of
-from memfit.errors import CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, CaptureError, GraphBreakError, MemfitError, NoGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.planned_step import PlannedStep

@@ -12,9 +12,8 @@ import torch
 import torch.fx
 
 from memfit.binding import Value
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.functionalize import CAST_INSIDE
-from memfit.errors import NotOneGraphError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autograd import any_autocast, backward_keeps_graph, changing_hooks

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.step_check import check_initialized, check_not_distributed, require_module
 from memfit.dynamo.account import Account
 from memfit.dynamo.backend import PlannedGraph
 from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
-from memfit.errors import CaptureError, InvalidTargetError, NotOneGraphError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, CaptureError, InvalidTargetError, NotOneGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.step.turns import Turn
 from memfit.torch_private.dynamo import compiled_calls, is_compilers

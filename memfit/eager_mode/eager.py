@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from memfit.capture.across import BY_CHECKPOINT
 from memfit.capture.placement import step_device
 from memfit.capture.step_check import require_module
 from memfit.capture.under_modes import gradients_that_differ
@@ -23,7 +22,7 @@ from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.mode import BudgetMode
 from memfit.eager_mode.needs import Needs
 from memfit.eager_mode.passes import Ran, Way
-from memfit.errors import InvalidBudgetError, InvalidOptionError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, InvalidBudgetError, InvalidOptionError, UnsupportedStepError
 from memfit.memory.footprint import footprint
 from memfit.memory.hard_cap import tell_of_card
 from memfit.memory.host.room import Host

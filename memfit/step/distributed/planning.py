@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from memfit.capture import Captured
-from memfit.capture.across import BY_CHECKPOINT, Across
+from memfit.capture.across import Across
 from memfit.cost.collectives import (
     CollectiveRates,
     keep_rates,
@@ -18,6 +18,7 @@ from memfit.cost.collectives import (
     measured_rates,
     with_collectives,
 )
+from memfit.errors import BY_CHECKPOINT
 from memfit.graph import Graph
 from memfit.plan import Plan
 from memfit.planning import Settings

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from memfit.capture import TrainingStep
-from memfit.capture.across import BY_CHECKPOINT, Across
-from memfit.errors import InvalidOptionError, RankError
+from memfit.capture.across import Across
+from memfit.errors import BY_CHECKPOINT, InvalidOptionError, RankError
 from memfit.plan import Plan
 from memfit.planning import Settings
 from memfit.step.agreement import Agreement, agreement_of, lost
