@@ -693,3 +693,64 @@ def test_a_pass_that_recomputes_no_block_is_planned_from_and_judged() -> None:
         got = train(model, rows)
         assert handle.report().windows[-1].plan > 0
     assert got.same_bits(train(make(), rows))
+
+
+def by_hand(model: Any, batch: Any) -> torch.Tensor:
+    """Take gradients by autograd, and update without an optimizer."""
+    loss = functional.cross_entropy(model(batch[0]), batch[1])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for each, gradient in zip(model.parameters(), gradients, strict=True):
+            each -= 0.1 * gradient
+    return loss.detach()
+
+
+def by_transform(model: Any, batch: Any) -> torch.Tensor:
+    """Do the same by a transformation of torch.func."""
+
+    def loss_of(parameters: Any) -> torch.Tensor:
+        return functional.cross_entropy(functional_call(model, parameters, (batch[0],)), batch[1])
+
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    gradients, loss = torch.func.grad_and_value(loss_of)(parameters)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each -= 0.1 * gradients[name]
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("step", "share"), [(by_hand, 0.3), (by_transform, 0.7)])
+def test_loops_without_an_optimizer_are_judged(step: Any, share: float) -> None:
+    def make() -> Loop:
+        model = net()
+        return Loop([model], lambda number: [step(model, rows(number))])
+
+    _, peaks = run(make, None, 3)
+    with pytest.raises(BudgetNotHeldError, match=r"memfit\.eager") as caught:
+        run(make, int(share * max(peaks)), 5)
+    assert ("memfit.fit_function" in str(caught.value)) is (step is by_transform)
+
+
+def test_a_loop_of_torch_func_goes_through_the_door_that_is_named() -> None:
+    model = net()
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_of(parameters: Any) -> torch.Tensor:
+            return functional.cross_entropy(functional_call(model, parameters, (batch[0],)), batch[1])
+
+        gradients, loss = torch.func.grad_and_value(loss_of)(state[0])
+        return {name: each - 0.1 * gradients[name] for name, each in state[0].items()}, loss.detach()
+
+    first = {name: each.detach() for name, each in model.named_parameters()}, torch.zeros(())
+    gc.collect()
+    with record("cpu") as usage:
+        step(first, rows(0))
+    budget = int(0.7 * (usage.start_bytes + usage.peak_bytes))
+    with memfit.eager(model, budget=budget), pytest.raises(MemfitError, match=r"memfit\.fit_function"):
+        step(first, rows(0))
+    planned = memfit.fit_function(step, first, rows(0), budget=budget, time_limit_seconds=1)
+    ours = theirs = first
+    for number in range(3):
+        ours, theirs = planned(ours, rows(number)), step(theirs, rows(number))
+        assert torch.equal(ours[1], theirs[1])
+        assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])

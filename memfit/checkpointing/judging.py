@@ -12,7 +12,10 @@ from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
+_MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
+_MOST_OVER_LEAN = 2  # of them over the budget, which a plan may keep, or is refused
 IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
@@ -33,12 +36,18 @@ class Judge:
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
         self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
         self.warnings = Warnings()
+        self._lean = self._over_lean = 0
         self._shared: SharedPolicy | None = None
         self._may_share = True
 
     def is_over(self, size_bytes: int) -> bool:
         """Return whether so many bytes are more than the budget, as far as that is known."""
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether plans may wait for an optimizer's first step, which makes its state."""
+        return self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
 
     # -- ranks
 
@@ -102,8 +111,10 @@ class Judge:
         if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
             self._compiled.is_new = False
         elif shape is None or predicted_bytes is None:
-            if self.is_over(usage.taken_bytes):
-                kind = "evaluation" if usage.kind is WindowKind.EVALUATION else "lean"
+            is_over, is_lean = self.is_over(usage.taken_bytes), usage.kind is not WindowKind.EVALUATION
+            self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
+            if is_over:
+                kind = "lean" if is_lean else "evaluation"
                 self.warnings.warn(self.contract.over_text(usage), kind)
         else:
             judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
@@ -129,6 +140,7 @@ class Judge:
             refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
             uncompiled = _UNCOMPILED if self._compiled else ""
             instead = f"{uncompiled}{IN_EAGER_MODE}" if self._plans.blocks else ""  # which `NO_BLOCKS` names
+            instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
             error = own.refusal(refused, self._why_refused(shape), instead)
             if contract.is_firm and not shape.is_refused:
                 shape.is_refused = True
