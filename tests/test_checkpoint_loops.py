@@ -576,6 +576,16 @@ def test_two_handles_hold_a_budget_together() -> None:
     require_same(make, 0.75)
 
 
+def test_updates_of_another_model_are_not_missed_calls(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = net(), net()
+    x, y = rows(0)
+    with memfit.checkpoint(model, "1GiB"):
+        update(adam(other), functional.cross_entropy(other(x), y))
+        assert not caplog.text
+        update(adam(model), functional.cross_entropy(copy.deepcopy(model)(x) + next(model.parameters()).sum(), y))
+        assert "no call of the model was seen" in caplog.text
+
+
 def test_blocks_that_are_replaced_and_added_are_steered() -> None:
     def make() -> Loop:
         model = net()

@@ -304,7 +304,7 @@ class Loop:
         if not self._updates.to_come and not self._awaited:
             return
         if not self._meter.is_open and not self.history.count:
-            if changes_parameters(optimizer):
+            if self._updates.are_of(optimizer) and changes_parameters(optimizer):
                 self.warnings.warn(_NOT_SEEN, "not seen", most=1)
             return
         if self._updates.are_of(optimizer):
