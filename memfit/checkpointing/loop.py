@@ -35,6 +35,7 @@ from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
 from memfit.torch_private.tensors import tensors_reached
 
+_MOST_OF_OTHERS = 4  # updates of other models, such as a critic, before the first call of this one is missed
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
     "the module that torch.compile returned; where a function is compiled that calls the model, compile the model"
@@ -300,11 +301,11 @@ class Loop:
             return
         if (recorder := self.steering.recorder) is not None:
             recorder.after_update()
-        self._updates.count()
+        count = self._updates.count()
         if not self._updates.to_come and not self._awaited:
             return
         if not self._meter.is_open and not self.history.count:
-            if self._updates.are_of(optimizer) and changes_parameters(optimizer):
+            if (count >= _MOST_OF_OTHERS or self._updates.are_of(optimizer)) and changes_parameters(optimizer):
                 self.warnings.warn(_NOT_SEEN, "not seen", most=1)
             return
         if self._updates.are_of(optimizer):
