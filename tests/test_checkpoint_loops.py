@@ -576,6 +576,18 @@ def test_two_handles_hold_a_budget_together() -> None:
     require_same(make, 0.75)
 
 
+def test_updates_of_another_model_are_not_missed_calls(caplog: pytest.LogCaptureFixture) -> None:
+    model, other = net(), net()
+    x, y = rows(0)
+    with memfit.checkpoint(model, "1GiB"):
+        update(adam(other), functional.cross_entropy(other(x), y))
+        assert not caplog.text
+        for _ in range(3):  # of copies alone, which are not under the budget
+            client = copy.deepcopy(model)
+            update(adam(client), functional.cross_entropy(client(x), y))
+        assert caplog.text.count("no call of the model was seen") == 1
+
+
 def test_blocks_that_are_replaced_and_added_are_steered() -> None:
     def make() -> Loop:
         model = net()
@@ -693,3 +705,82 @@ def test_a_pass_that_recomputes_no_block_is_planned_from_and_judged() -> None:
         got = train(model, rows)
         assert handle.report().windows[-1].plan > 0
     assert got.same_bits(train(make(), rows))
+
+
+def by_hand(model: Any, batch: Any) -> torch.Tensor:
+    """Take gradients by autograd, and update without an optimizer."""
+    loss = functional.cross_entropy(model(batch[0]), batch[1])
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for each, gradient in zip(model.parameters(), gradients, strict=True):
+            each -= 0.1 * gradient
+    return loss.detach()
+
+
+def by_transform(model: Any, batch: Any) -> torch.Tensor:
+    """Do the same by a transformation of torch.func."""
+
+    def loss_of(parameters: Any) -> torch.Tensor:
+        return functional.cross_entropy(functional_call(model, parameters, (batch[0],)), batch[1])
+
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    gradients, loss = torch.func.grad_and_value(loss_of)(parameters)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            each -= 0.1 * gradients[name]
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("step", "share"), [(by_hand, 0.3), (by_transform, 0.7)])
+def test_loops_without_an_optimizer_are_judged(step: Any, share: float) -> None:
+    def make() -> Loop:
+        model = net()
+        return Loop([model], lambda number: [step(model, rows(number))])
+
+    _, peaks = run(make, None, 3)
+    with pytest.raises(BudgetNotHeldError, match=r"memfit\.eager") as caught:
+        run(make, int(share * max(peaks)), 5)
+    assert ("memfit.fit_function" in str(caught.value)) is (step is by_transform)
+
+
+def test_sizes_that_are_new_in_each_step_are_refused_where_none_can_hold() -> None:
+    def make() -> Loop:
+        model = net()
+        optimizer = adam(model)
+
+        def step(number: int) -> list[torch.Tensor]:
+            count = int(2000 * 1.2**number)
+            return [update(optimizer, functional.cross_entropy(model(torch.randn(count, 8)), torch.arange(count) % 4))]
+
+        return Loop([model], step)
+
+    _, peaks = run(make, None, 7)
+    with pytest.raises(BudgetNotHeldError, match=r"it keeps as little as can be.*train in eager mode"):
+        run(make, int(0.2 * peaks[0]), 7)
+    held, taken = run(make, int(0.7 * peaks[-1]), 7)
+    assert all(map(torch.equal, held, run(make, None, 7)[0])) and max(taken) <= 0.7 * peaks[-1]
+
+
+def test_a_loop_of_torch_func_goes_through_the_door_that_is_named() -> None:
+    model = net()
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_of(parameters: Any) -> torch.Tensor:
+            return functional.cross_entropy(functional_call(model, parameters, (batch[0],)), batch[1])
+
+        gradients, loss = torch.func.grad_and_value(loss_of)(state[0])
+        return {name: each - 0.1 * gradients[name] for name, each in state[0].items()}, loss.detach()
+
+    first = {name: each.detach() for name, each in model.named_parameters()}, torch.zeros(())
+    gc.collect()
+    with record("cpu") as usage:
+        step(first, rows(0))
+    budget = int(0.7 * (usage.start_bytes + usage.peak_bytes))
+    with memfit.eager(model, budget=budget), pytest.raises(MemfitError, match=r"memfit\.fit_function"):
+        step(first, rows(0))
+    planned = memfit.fit_function(step, first, rows(0), budget=budget, time_limit_seconds=1)
+    ours = theirs = first
+    for number in range(3):
+        ours, theirs = planned(ours, rows(number)), step(theirs, rows(number))
+        assert torch.equal(ours[1], theirs[1])
+        assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])

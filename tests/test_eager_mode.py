@@ -269,6 +269,11 @@ def test_over_the_budget_names_the_call_and_the_line() -> None:
         pytest.raises(OverBudgetError, match=r"eager_loops\.py:\d+: aten\..* takes up to .* of the budget of"),
     ):
         mlp_loss(model, 0).backward()
+    with (
+        memfit.eager(model, budget=4096),  # less than the mode's own numbers take
+        pytest.raises(OverBudgetError, match=r"of the budget of 4 KiB are taken .*, 8 KiB by memfit; give more"),
+    ):
+        mlp_loss(model, 0)
 
 
 def test_bad_arguments() -> None:

@@ -67,6 +67,7 @@ from memfit.torch_private.autograd import (
     hooks_aside_in_transforms,
     in_backward,
     in_transform,
+    instead_here,
     is_innermost,
     is_on,
     next_sequence_number,
@@ -2066,8 +2067,15 @@ def test_transformations_of_torch_func_are_seen() -> None:
         seen.append(in_transform())
         return x.square().sum()
 
-    torch.func.grad(function)(torch.ones(3))
-    assert seen == [True] and not in_transform()
+    class Looking(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("fit_function" in instead_here())  # the transformation is set aside here
+            return function(*args, **(kwargs or {}))
+
+    with Looking():
+        torch.func.grad(function)(torch.ones(3))
+    seen[:1] = []  # the ones
+    assert seen and all(seen) and not in_transform() and not instead_here()
 
 
 def test_what_a_forward_pass_runs_under_is_there_again() -> None:

@@ -12,7 +12,11 @@ from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
+_MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
+_MOST_OVER_LEAN = 2  # of them over the budget, which a plan may keep, or is refused
+_MOST_IN_A_ROW = 4  # lean ones over the budget, of sizes that are new each time, before they are refused
 IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
@@ -33,12 +37,18 @@ class Judge:
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
         self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
         self.warnings = Warnings()
+        self._lean = self._over_lean = self._in_a_row = 0
         self._shared: SharedPolicy | None = None
         self._may_share = True
 
     def is_over(self, size_bytes: int) -> bool:
         """Return whether so many bytes are more than the budget, as far as that is known."""
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether plans may wait for an optimizer's first step, which makes its state."""
+        return self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
 
     # -- ranks
 
@@ -102,15 +112,30 @@ class Judge:
         if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
             self._compiled.is_new = False
         elif shape is None or predicted_bytes is None:
-            if self.is_over(usage.taken_bytes):
-                kind = "evaluation" if usage.kind is WindowKind.EVALUATION else "lean"
+            is_over, is_lean = self.is_over(usage.taken_bytes), usage.kind is not WindowKind.EVALUATION
+            self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
+            self._in_a_row = (self._in_a_row + 1) * is_over if is_lean else self._in_a_row
+            if is_over and not self._refuses_new_sizes(shape, usage):
+                kind = "lean" if is_lean else "evaluation"
                 self.warnings.warn(self.contract.over_text(usage), kind)
         else:
+            self._in_a_row = 0
             judged = Judged(shape=shape, usage=usage, predicted_bytes=predicted_bytes)
             if self._shared is not None:
                 self._shared.judged = judged
             else:
                 self._judge(judged)
+
+    def _refuses_new_sizes(self, shape: Shape | None, usage: Usage) -> bool:
+        """Refuse the size of a lean pass if no plan of it is predicted to hold, nor were those before it planned."""
+        if self._in_a_row < _MOST_IN_A_ROW or shape is None or shape.planner is None or self._shared is not None:
+            return False
+        assert self.contract is not None
+        least, budget_bytes = shape.planner.plan(0, 0), self.contract.budget_bytes
+        if least.predicted_bytes <= budget_bytes:
+            return False
+        self._refuse(shape, Refused(usage.taken_bytes, usage.taken_bytes - budget_bytes), least.peak_is_in)
+        return True
 
     def _judge(self, judged: Judged) -> None:
         shape, usage = judged.shape, judged.usage
@@ -127,23 +152,28 @@ class Judge:
                 self._plans.race(shape, seconds)
         elif isinstance(verdict, Refused):
             refused = Refused(own.budget_bytes + verdict.over_bytes, verdict.over_bytes)
-            uncompiled = _UNCOMPILED if self._compiled else ""
-            instead = f"{uncompiled}{IN_EAGER_MODE}" if self._plans.blocks else ""  # which `NO_BLOCKS` names
-            error = own.refusal(refused, self._why_refused(shape), instead)
-            if contract.is_firm and not shape.is_refused:
-                shape.is_refused = True
-                raise error
-            self.warnings.warn(str(error), "refused")
+            self._refuse(shape, refused, "" if shape.planned is None else shape.planned.peak_is_in)
         else:
             shape.wants_plan, shape.aim_bytes = True, verdict.aim_bytes
             if not verdict.is_larger:
                 taken_bytes = usage.taken_bytes - self.shift_bytes
                 self.warnings.warn(own.over_text(Usage(taken_bytes=taken_bytes, live_bytes=taken_bytes)), "over")
 
-    def _why_refused(self, shape: Shape) -> str:
+    def _refuse(self, shape: Shape, refused: Refused, peak_is_in: str) -> None:
+        own = self.contract
+        assert own is not None
+        uncompiled = _UNCOMPILED if self._compiled else ""
+        instead = f"{uncompiled}{IN_EAGER_MODE}" if self._plans.blocks else ""  # which `NO_BLOCKS` names
+        instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
+        error = own.refusal(refused, self._why_refused(shape, peak_is_in), instead)
+        if own.is_firm and not shape.is_refused:
+            shape.is_refused = True
+            raise error
+        self.warnings.warn(str(error), "refused")
+
+    def _why_refused(self, shape: Shape, peak_is_in: str) -> str:
         if not self._plans.blocks:
             return NO_BLOCKS
-        if not shape.standing.is_least:
+        if shape.planned is not None and not shape.standing.is_least:
             return f"the model was compiled {self._compiled.compilations} times, each for less"
-        assert shape.planned is not None
-        return f"it keeps as little as can be; the most is taken in {shape.planned.peak_is_in}"
+        return f"it keeps as little as can be; the most is taken in {peak_is_in}"

@@ -35,7 +35,7 @@ from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
 from memfit.torch_private.tensors import tensors_reached
 
-_MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
+_MOST_OF_OTHERS = 4  # updates of other models, such as a critic, before the first call of this one is missed
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
     "the module that torch.compile returned; where a function is compiled that calls the model, compile the model"
@@ -108,7 +108,6 @@ class Loop:
         self._awaited = Awaiting(self._backward_begins)
         # the first one makes the optimizer's state; DistributedDataParallel divides its buckets anew in the second step
         self._updates = Updates(model, 1 + has_ranks())
-        self._lean_passes = 0
         self.is_paused, self.is_judging = False, True
         self.other_bytes = self.bytes_to_come = self.calls = 0
         with record(device):  # from here on all is counted
@@ -273,7 +272,7 @@ class Loop:
         if not self.is_judging:
             return
         if present is not None and shape is not None and not self._judge.is_shared:
-            self.plans.compare(shape, present.given_bytes, present.calls)
+            self.plans.compare(shape, present)
         seen = WindowSeen(
             numel=self._numel,
             kind=self._kind,
@@ -302,11 +301,11 @@ class Loop:
             return
         if (recorder := self.steering.recorder) is not None:
             recorder.after_update()
-        self._updates.count()
+        count = self._updates.count()
         if not self._updates.to_come and not self._awaited:
             return
         if not self._meter.is_open and not self.history.count:
-            if changes_parameters(optimizer):
+            if (count >= _MOST_OF_OTHERS or self._updates.are_of(optimizer)) and changes_parameters(optimizer):
                 self.warnings.warn(_NOT_SEEN, "not seen", most=1)
             return
         if self._updates.are_of(optimizer):
@@ -333,7 +332,6 @@ class Loop:
         """Return what is done in the pass that begins."""
         self.installed.take_over()
         if shape.planner is None or shape.wants_lean:
-            self._lean_passes += 1
             self.installed.go_outside()
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
@@ -344,8 +342,7 @@ class Loop:
             return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
         lean = shape.lean
         assert lean is not None
-        if self.plans.given is None and self._updates.to_come and self._lean_passes < _MOST_LEAN_PASSES:
-            self._lean_passes += 1
+        if self.plans.given is None and self._updates.to_come and self._judge.may_wait:
             may_again = [call.block for call in lean.calls if not call.must_stay]
             return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL))
         if self.is_judging or shape.planned is None:

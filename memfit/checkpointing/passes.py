@@ -91,6 +91,7 @@ class Pass:
             does not have, and larger ones, are recomputed. None of a pass in which they are not.
         leaving: the input that goes to the host now.
         hosted: inputs on the host, in the order of the forward pass.
+        has_transforms: whether transformations of torch.func have called blocks.
     """
 
     rulings: Mapping[str, Ruling]
@@ -102,6 +103,7 @@ class Pass:
     planned: Mapping[str, Sequence[int]] | None = None
     leaving: OnHost | None = None
     hosted: list[weakref.ref[OnHost]] = field(default_factory=list[weakref.ref[OnHost]])
+    has_transforms: bool = False
 
     def ruling(self, spot: Spot, given: Any) -> Ruling | None:
         """Return what is done with a call of a module, which is counted.

@@ -298,7 +298,7 @@ class Planner:
         if moment.last >= 0:
             return f"the forward pass from {self._lean.calls[moment.last].block} on"
         if not self._lean.calls:
-            return "the model, which has no blocks"
+            return "the model, none of whose blocks was called where it can be recomputed"
         is_begin = moment == self._lean.moments[0]
         return "what comes before the first block" if is_begin else _AFTER
 

@@ -8,7 +8,7 @@ import torch
 
 from memfit.checkpointing.choices import NONE
 from memfit.checkpointing.compiled_calls import CompiledCalls
-from memfit.checkpointing.passes import rulings_of
+from memfit.checkpointing.passes import Pass, rulings_of
 from memfit.checkpointing.planning import Planned, Planner
 from memfit.checkpointing.policy import Policy, rules_for
 from memfit.checkpointing.recording import LeanRecorder
@@ -43,6 +43,7 @@ class Plans:
         blocks: names of the present blocks.
         shapes: what is known, by size and kind of pass.
         steered: names of modules that a plan was made for.
+        has_transforms: whether transformations of torch.func have called blocks, which they do not let recompute.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Plans:
         self._called: set[str] = set()  # of the blocks, in any pass so far
         self.contract, self.given = contract, given
         self._compiled, self._device, self._may_chain = compiled, device, may_chain
-        self._is_shared = False
+        self._is_shared = self.has_transforms = False
         self.shapes: dict[tuple[int, WindowKind, int], Shape] = {}
         self.steered: set[str] = set()
 
@@ -107,20 +108,20 @@ class Plans:
         self._called.clear()
         self.shapes.clear()
 
-    def compare(self, shape: Shape, given_bytes: int, called: Collection[str]) -> None:
+    def compare(self, shape: Shape, ended: Pass) -> None:
         """Want another lean pass of a shape whose plans are made from one that had less than the pass that ended.
 
         Data may choose what is called, and a pipeline tries its stages with one micro-batch.
 
         Args:
             shape: of the pass.
-            given_bytes: that were given to the calls of blocks in it.
-            called: names of the blocks.
+            ended: the pass.
         """
-        self._called.update(called)
+        self._called.update(ended.calls)
+        self.has_transforms |= ended.has_transforms
         if shape.lean is None:
             return
-        if given_bytes > shape.lean.given_bytes and shape.lean_passes < _MOST_LEAN_PASSES:
+        if ended.given_bytes > shape.lean.given_bytes and shape.lean_passes < _MOST_LEAN_PASSES:
             shape.wants_lean = True
 
     def learn(self, shape: Shape, recorder: LeanRecorder, lean: LeanPass, usage: Usage) -> None:

@@ -76,7 +76,10 @@ class Steering:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if spot.is_outside else self._compiled(spot, forward, args, kwargs)
         call = _Call(spot, forward, args, kwargs)
-        if in_transform() or in_selective_checkpoint():  # of the user's: what it keeps is its own to say
+        is_in_transform = in_transform()
+        if is_in_transform or in_selective_checkpoint():  # of the user's: what it keeps is its own to say
+            if is_in_transform and self.present is not None:
+                self.present.has_transforms = True
             return call.run()
         returned = self._enter((args, kwargs)) if spot.is_block else None
         if self.present is None or not torch.is_grad_enabled():

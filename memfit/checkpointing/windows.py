@@ -212,9 +212,10 @@ class Updates:
         needs = [tensor.requires_grad for tensor in (*tensors_reached(given), *self._parameters)]
         return hash(tuple(needs))
 
-    def count(self) -> None:
-        """Count an update."""
+    def count(self) -> int:
+        """Count an update; return how many there were."""
         self._count += 1
+        return self._count
 
     def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates the model."""

@@ -17,19 +17,12 @@ from memfit.eager_mode.kept import Kept, Saved
 from memfit.eager_mode.operators import is_dense
 from memfit.eager_mode.passes import Passes
 from memfit.eager_mode.releasing import Releasing, settle
-from memfit.eager_mode.sources import (
-    Call,
-    Source,
-    Sources,
-    flat,
-    needed_by,
-    tensors_given,
-)
+from memfit.eager_mode.sources import Call, Source, Sources, flat, needed_by, tensors_given
 from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.memory.host.room import Host
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private.autograd import no_modes, require_unwritten, without_autocast
+from memfit.torch_private.autograd import instead_here, no_modes, require_unwritten, without_autocast
 from memfit.torch_private.tensors import has_own_dispatch
 
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})
@@ -40,7 +33,8 @@ class Contents:
     """What is on a device, as far as calls and autograd show it, and room for what comes.
 
     Attributes:
-        budget_bytes: that all of the device's tensors may take together; on CUDA less, for what is unused in pages.
+        budget_bytes: that all of the device's tensors may take together, but for the reserve; on CUDA less, for what is
+            unused in pages.
         live_bytes: returns what they take now.
         upper_bytes: at least what is live; read anew where it is too high.
         sources: how contents were made.
@@ -57,22 +51,24 @@ class Contents:
         refusal: why a call that ran was refused memory.
 
     Args:
-        budget_bytes, live_bytes: see above.
+        given_bytes: the budget, with the reserve.
+        live_bytes: see above.
         model_bytes: returns what parameters, buffers and gradients take of it.
         host: where contents are copied to; None if that is nowhere.
+        reserve_bytes: of the budget, for the mode's own numbers.
     """
 
     def __init__(
         self,
-        budget_bytes: int,
+        given_bytes: int,
         live_bytes: Callable[[], int],
         model_bytes: Callable[[], int],
-        host: Host | None = None,
+        host: Host | None,
+        reserve_bytes: int,
     ) -> None:
-        self.budget_bytes, self.live_bytes = budget_bytes, live_bytes
-        self._most_bytes = budget_bytes
-        self.stranded_bytes = 0
-        self.upper_bytes = budget_bytes
+        self._given_bytes, self._reserve_bytes, self.stranded_bytes = given_bytes, reserve_bytes, 0
+        self.budget_bytes = self.upper_bytes = given_bytes - reserve_bytes
+        self.live_bytes = live_bytes
         self._model_bytes = model_bytes
         self.sources = Sources()
         self.kept: dict[Source, Kept] = {}
@@ -285,13 +281,13 @@ class Contents:
             self.upper_bytes = self.live_bytes()
             if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
                 return
-        most_bytes = self._most_bytes - self.stranded_bytes  # what else the allocator has unused may be of use
-        if self.upper_bytes + need_bytes <= most_bytes:
+        used_bytes = self.upper_bytes + self._reserve_bytes
+        if used_bytes + need_bytes <= self._given_bytes - self.stranded_bytes:  # what else is unused may be of use
             return
         raise OverBudgetError(
-            f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(self.upper_bytes)} "
-            f"of the budget of {format_bytes(self._most_bytes)} are taken by what cannot be freed: "
-            f"{self._holding()}; give more, or a smaller batch"
+            f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(used_bytes)} of the "
+            f"budget of {format_bytes(self._given_bytes)} are taken by what cannot be freed: {self._holding()}; give "
+            f"more, or a smaller batch{instead_here()}"
         )
 
     def make_room_within(self, need_bytes: int) -> str | None:
@@ -373,7 +369,8 @@ class Contents:
         rest_bytes = max(0, self.upper_bytes - saved_bytes - model_bytes)
         return (
             f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
-            f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds"
+            f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds, "
+            f"{format_bytes(self._reserve_bytes)} by memfit"
         )
 
 

@@ -74,7 +74,7 @@ class BudgetMode(UnwrappedMode):
     ) -> None:
         super().__init__()
         self._device = needs.device
-        self.contents = Contents(budget_bytes - _RESERVE_BYTES[needs.device.type], live_bytes, model_bytes, host)
+        self.contents = Contents(budget_bytes, live_bytes, model_bytes, host, _RESERVE_BYTES[needs.device.type])
         self._last_stream = LastStream(needs.device)
         self._contract: Contract | None = None
         if needs.device.type == "cuda":

@@ -27,6 +27,10 @@ RUNS_BACKWARD = torch.autograd.graph._engine_run_backward
 """Through which all backward passes of this thread go."""
 
 
+INSTEAD_OF_TRANSFORMS = "memfit.fit_function, which plans what torch.func saves inside of itself"
+"""The door for a step whose gradients `torch.func.grad` takes."""
+
+
 def in_backward() -> bool:
     """Return whether this thread is carrying out a backward pass."""
     return torch._C._current_graph_task_id() >= 0
@@ -34,7 +38,13 @@ def in_backward() -> bool:
 
 def in_transform() -> bool:
     """Return whether this thread is inside of a transformation of torch.func: it allows no hooks of saved tensors."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    is_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None  # in modes, too
+    return is_disabled or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def instead_here() -> str:
+    """Return what a refusal of this moment adds where a transformation of torch.func holds the memory."""
+    return f", or {INSTEAD_OF_TRANSFORMS}" if in_transform() else ""
 
 
 def no_modes() -> Any:
