@@ -36,6 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
 from memfit.errors import UnsupportedStepError
+from memfit.system import instruments
+from memfit.system.recorder import record
 from memfit.torch_private import cuda
 from memfit.torch_private.absent import (
     DevicesHere,
@@ -96,6 +98,7 @@ from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
     has_captured_graphs,
+    prepare_allocator,
     release_cublas_workspaces,
     turn_on_expandable_segments,
 )
@@ -1590,6 +1593,33 @@ def test_expandable_segments_are_turned_on_beside_the_other_settings(
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     settings.append("expandable_segments:True")
     assert not turn_on_expandable_segments(ON)
+
+
+def test_an_allocator_is_prepared_once_for_all_that_read_its_peaks(
+    allocator: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's statistics are stood in for; see `tests/cuda_build/test_allocator.py`."""
+    peaks, device = {"current": 100, "peak": 900}, torch.device("cuda", 7)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda _device: {name: {"all": peaks} for name in _COUNTS}
+    )
+    statistics = instruments.CudaStatistics(source="test", device=device)
+    monkeypatch.setitem(instruments.instruments, device, statistics)
+    for name in cuda._RESETS:
+        monkeypatch.setattr(torch._C, name, lambda _device: peaks.update(peak=peaks["current"]), raising=False)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: torch._C._cuda_resetPeakMemoryStats(7))
+    cuda._note_resets_of_peaks.cache_clear()
+    assert prepare_allocator(torch.device("cpu")) and len(allocator["settings"]) == 1
+    assert prepare_allocator(ON) and prepare_allocator(ON) and len(allocator["settings"]) == 2
+    for name in cuda._RESETS:
+        peaks["peak"] = 900
+        with record(device) as usage:
+            peaks["peak"] = 500
+            getattr(torch._C, name)(7)
+        assert (usage.peak_bytes, peaks["peak"]) == (400, 100)
+
+
+_COUNTS = ("allocated_bytes", "reserved_bytes")
 
 
 def test_expandable_segments_are_tried_once_on_each_device_and_turned_off_where_they_fail(

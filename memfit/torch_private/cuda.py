@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from memfit.system.instruments import note_cuda_peaks
 from memfit.system.recorder import empty_cache
 
 
@@ -96,6 +100,37 @@ class LastStream:
         if self._device.type != "cuda" or not torch.cuda.is_initialized():  # nothing was kept before
             return None
         return torch.cuda.current_stream(self._device), threading.get_native_id()
+
+
+def prepare_allocator(device: torch.device) -> bool:
+    """Let torch's allocator serve a budget; return whether its segments can grow.
+
+    Expandable segments are turned on, and records note the peaks that a training loop sets back.
+
+    Args:
+        device: that has the budget; nothing is done for a CPU.
+    """
+    if device.type != "cuda":
+        return True
+    _note_resets_of_peaks()
+    return turn_on_expandable_segments(device)
+
+
+@functools.cache
+def _note_resets_of_peaks() -> None:
+    """Let open records note the peaks of CUDA's statistics before anybody else sets them back, from now on."""
+    for name in _RESETS:
+        reset = getattr(torch._C, name, None)
+        if reset is not None:
+            setattr(torch._C, name, functools.partial(_reset_noted, reset))
+
+
+def _reset_noted(reset: Callable[..., None], *args: Any) -> None:
+    note_cuda_peaks()
+    reset(*args)
+
+
+_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 
 
 def turn_on_expandable_segments(device: torch.device) -> bool:

@@ -1,12 +1,17 @@
-"""The model of torch's caching allocator has the counters of the allocator itself after every event."""
+"""The model of torch's caching allocator has the counters of the allocator itself, which a loop may set back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
+from _measure import MIB
 from conftest import InChild
+
+import memfit
 
 TRACES = 25
 
@@ -33,3 +38,30 @@ def test_counters_are_torchs(settings: str, is_capped: bool, in_child: InChild) 
     assert "error" not in found, found["error"]
     differences = [first_difference(*pair) for pair in zip(traces, found["results"], strict=True)]
     assert not any(differences), next(filter(None, differences))
+
+
+def _most_bytes(reset: Callable[[], object]) -> int:
+    """Train in a loop that sets torch's peaks back after each step; return the most that memfit has seen."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memfit.checkpoint(model, "1GiB") as handle:
+        for _ in range(4):
+            model(torch.randn(1024, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reset()
+        handle.end_step()
+        return handle.report().most_bytes
+
+
+def _seen() -> dict[str, Any]:
+    resets = (lambda: None, torch.cuda.reset_peak_memory_stats, torch.accelerator.reset_peak_memory_stats)
+    return {"most_bytes": [_most_bytes(reset) for reset in resets]}
+
+
+def test_peaks_that_a_loop_sets_back_are_seen(in_child: InChild) -> None:
+    found = in_child(_seen)
+    assert "error" not in found, found["error"]
+    left_alone, *set_back = found["most_bytes"]
+    assert left_alone > 128 * MIB
+    assert set_back == [left_alone, left_alone]

@@ -43,6 +43,7 @@ BESIDE = (
         Case(name=f"checkpoint, {name}", door="checkpoint", model="gpt2", options=GPT, **options)
         for name, options in {
             "accumulation": {"loop": "accumulation"},
+            "AdamW as it is by default": {"optimizer": {}},
             "side streams": {"place": "streams"},
             "second device": {"device": 1},
             "the user's expandable segments": {"allocator": USERS_SEGMENTS},
