@@ -1550,7 +1550,13 @@ def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool)
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A caching allocator that is not here: its settings, requests that are live, and those that a segment serves."""
-    state: dict[str, Any] = {"settings": ["max_split_size_mb:64"], "live": [], "requests": 0, "free": 0, "error": None}
+    state: dict[str, Any] = {
+        "settings": [_OTHERS],
+        "live": [],
+        "requests": 0,
+        "free": 0,
+        "error": None,
+    }
 
     def serve(size_bytes: int, _device: torch.device) -> int:
         state["requests"] += 1
@@ -1572,6 +1578,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 ON = torch.device("cuda", 0)
+_OTHERS = "garbage_collection_threshold:0.6"
 
 
 def test_expandable_segments_are_turned_on_beside_the_other_settings(
@@ -1579,10 +1586,13 @@ def test_expandable_segments_are_turned_on_beside_the_other_settings(
 ) -> None:
     settings = allocator["settings"]
     assert turn_on_expandable_segments(ON)
-    assert settings == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]
+    assert settings == [_OTHERS, f"{_OTHERS},expandable_segments:True"]
     assert turn_on_expandable_segments(ON) and len(settings) == 2
     settings.append("expandable_segments:False")
     assert not turn_on_expandable_segments(ON), "the user has said otherwise"
+    settings.append("max_split_size_mb:64")
+    assert not turn_on_expandable_segments(ON), "beside which segments that grow are held unused"
+    assert settings[-1] == "max_split_size_mb:64"
     settings.append("")
 
     def refuse(_settings: str) -> None:
@@ -1631,7 +1641,7 @@ def test_expandable_segments_are_tried_once_on_each_device_and_turned_off_where_
     allocator["free"], allocator["error"] = 1 << 20, RuntimeError("CUDA driver error: unknown error")
     assert not turn_on_expandable_segments(torch.device("cuda", 1)), "the driver fails there"
     assert allocator["requests"] == 6 and not allocator["live"] and "unknown error" in caplog.text
-    assert allocator["settings"][-1] == "max_split_size_mb:64,expandable_segments:False"
+    assert allocator["settings"][-1] == f"{_OTHERS},expandable_segments:False"
     assert not turn_on_expandable_segments(ON) and len(allocator["settings"]) == 3 and allocator["requests"] == 6
 
 

@@ -44,6 +44,7 @@ BESIDE = (
         for name, options in {
             "accumulation": {"loop": "accumulation"},
             "AdamW as it is by default": {"optimizer": {}},
+            "the user's largest block that is split": {"allocator": "max_split_size_mb:64"},
             "side streams": {"place": "streams"},
             "second device": {"device": 1},
             "the user's expandable segments": {"allocator": USERS_SEGMENTS},
