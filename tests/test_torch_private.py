@@ -1618,7 +1618,7 @@ def test_an_allocator_is_prepared_once_for_all_that_read_its_peaks(
     for name in cuda._RESETS:
         monkeypatch.setattr(torch._C, name, lambda _device: peaks.update(peak=peaks["current"]), raising=False)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: torch._C._cuda_resetPeakMemoryStats(7))
-    cuda._note_resets_of_peaks.cache_clear()
+    cuda.note_resets_of_peaks.cache_clear()
     assert prepare_allocator(torch.device("cpu")) and len(allocator["settings"]) == 1
     assert prepare_allocator(ON) and prepare_allocator(ON) and len(allocator["settings"]) == 2
     for name in cuda._RESETS:

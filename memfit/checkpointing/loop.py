@@ -30,7 +30,7 @@ from memfit.memory.host.room import Host
 from memfit.step.hooks import Hook, WeakHook
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
-from memfit.torch_private.cuda import prepare_allocator
+from memfit.torch_private.cuda import note_resets_of_peaks
 from memfit.torch_private.modules import has_lazy_parameters, uncompiled
 from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
@@ -113,7 +113,7 @@ class Loop:
         self.is_paused, self.is_judging = False, True
         self.other_bytes = self.bytes_to_come = self.calls = 0
         if contract is not None:
-            prepare_allocator(device)
+            note_resets_of_peaks()
         self.installed = Installed(model, blocks, rest, self.steering)
         self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)

@@ -131,12 +131,12 @@ def prepare_allocator(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    _note_resets_of_peaks()
+    note_resets_of_peaks()
     return turn_on_expandable_segments(device)
 
 
 @functools.cache
-def _note_resets_of_peaks() -> None:
+def note_resets_of_peaks() -> None:
     """Let open records note the peaks of CUDA's statistics before anybody else sets them back, from now on."""
     for name in _RESETS:
         reset = getattr(torch._C, name, None)

@@ -43,7 +43,6 @@ BESIDE = (
         Case(name=f"checkpoint, {name}", door="checkpoint", model="gpt2", options=GPT, **options)
         for name, options in {
             "accumulation": {"loop": "accumulation"},
-            "AdamW as it is by default": {"optimizer": {}},
             "the user's largest block that is split": {"allocator": "max_split_size_mb:64"},
             "side streams": {"place": "streams"},
             "second device": {"device": 1},
