@@ -36,6 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit import torch_private
 from memfit.errors import UnsupportedStepError
+from memfit.system import instruments
+from memfit.system.recorder import record
 from memfit.torch_private import cuda
 from memfit.torch_private.absent import (
     DevicesHere,
@@ -97,6 +99,7 @@ from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
     has_captured_graphs,
+    prepare_allocator,
     release_cublas_workspaces,
     turn_on_expandable_segments,
 )
@@ -1562,7 +1565,13 @@ def test_the_settings_of_the_allocator_are_those_of_the_environment(tells: bool)
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A caching allocator that is not here: its settings, requests that are live, and those that a segment serves."""
-    state: dict[str, Any] = {"settings": ["max_split_size_mb:64"], "live": [], "requests": 0, "free": 0, "error": None}
+    state: dict[str, Any] = {
+        "settings": [_OTHERS],
+        "live": [],
+        "requests": 0,
+        "free": 0,
+        "error": None,
+    }
 
     def serve(size_bytes: int, _device: torch.device) -> int:
         state["requests"] += 1
@@ -1584,6 +1593,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 ON = torch.device("cuda", 0)
+_OTHERS = "garbage_collection_threshold:0.6"
 
 
 def test_expandable_segments_are_turned_on_beside_the_other_settings(
@@ -1591,10 +1601,13 @@ def test_expandable_segments_are_turned_on_beside_the_other_settings(
 ) -> None:
     settings = allocator["settings"]
     assert turn_on_expandable_segments(ON)
-    assert settings == ["max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"]
+    assert settings == [_OTHERS, f"{_OTHERS},expandable_segments:True"]
     assert turn_on_expandable_segments(ON) and len(settings) == 2
     settings.append("expandable_segments:False")
     assert not turn_on_expandable_segments(ON), "the user has said otherwise"
+    settings.append("max_split_size_mb:64")
+    assert not turn_on_expandable_segments(ON), "beside which segments that grow are held unused"
+    assert settings[-1] == "max_split_size_mb:64"
     settings.append("")
 
     def refuse(_settings: str) -> None:
@@ -1607,6 +1620,33 @@ def test_expandable_segments_are_turned_on_beside_the_other_settings(
     assert not turn_on_expandable_segments(ON)
 
 
+def test_an_allocator_is_prepared_once_for_all_that_read_its_peaks(
+    allocator: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's statistics are stood in for; see `tests/cuda_build/test_allocator.py`."""
+    peaks, device = {"current": 100, "peak": 900}, torch.device("cuda", 7)
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda _device: {name: {"all": peaks} for name in _COUNTS}
+    )
+    statistics = instruments.CudaStatistics(source="test", device=device)
+    monkeypatch.setitem(instruments.instruments, device, statistics)
+    for name in cuda._RESETS:
+        monkeypatch.setattr(torch._C, name, lambda _device: peaks.update(peak=peaks["current"]), raising=False)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: torch._C._cuda_resetPeakMemoryStats(7))
+    cuda.note_resets_of_peaks.cache_clear()
+    assert prepare_allocator(torch.device("cpu")) and len(allocator["settings"]) == 1
+    assert prepare_allocator(ON) and prepare_allocator(ON) and len(allocator["settings"]) == 2
+    for name in cuda._RESETS:
+        peaks["peak"] = 900
+        with record(device) as usage:
+            peaks["peak"] = 500
+            getattr(torch._C, name)(7)
+        assert (usage.peak_bytes, peaks["peak"]) == (400, 100)
+
+
+_COUNTS = ("allocated_bytes", "reserved_bytes")
+
+
 def test_expandable_segments_are_tried_once_on_each_device_and_turned_off_where_they_fail(
     allocator: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1616,7 +1656,7 @@ def test_expandable_segments_are_tried_once_on_each_device_and_turned_off_where_
     allocator["free"], allocator["error"] = 1 << 20, RuntimeError("CUDA driver error: unknown error")
     assert not turn_on_expandable_segments(torch.device("cuda", 1)), "the driver fails there"
     assert allocator["requests"] == 6 and not allocator["live"] and "unknown error" in caplog.text
-    assert allocator["settings"][-1] == "max_split_size_mb:64,expandable_segments:False"
+    assert allocator["settings"][-1] == f"{_OTHERS},expandable_segments:False"
     assert not turn_on_expandable_segments(ON) and len(allocator["settings"]) == 3 and allocator["requests"] == 6
 
 

@@ -28,8 +28,9 @@ from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
 from memfit.step.hooks import Hook, WeakHook
-from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, record
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
+from memfit.torch_private.cuda import note_resets_of_peaks
 from memfit.torch_private.modules import has_lazy_parameters, uncompiled
 from memfit.torch_private.ranks import has_ranks
 from memfit.torch_private.sharding import groups_that_divide
@@ -110,8 +111,8 @@ class Loop:
         self._updates = Updates(model, 1 + has_ranks())
         self.is_paused, self.is_judging = False, True
         self.other_bytes = self.bytes_to_come = self.calls = 0
-        with record(device):  # from here on all is counted
-            pass
+        if contract is not None:
+            note_resets_of_peaks()
         self.installed = Installed(model, blocks, rest, self.steering)
         self._is_lazy = has_lazy_parameters(model)
         self._model_hooks = self._hooks_on(model)

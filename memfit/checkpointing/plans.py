@@ -16,11 +16,12 @@ from memfit.checkpointing.seen import LeanPass
 from memfit.checkpointing.shapes import Race, Shape, bucket_of
 from memfit.memory.contract import MOST_PLANS, WINDOWS_BEFORE_LARGER, Contract, Standing, Usage, WindowKind
 from memfit.memory.host.room import Host
-from memfit.system.recorder import empty_cache
+from memfit.system.recorder import empty_cache, page_bytes
 from memfit.torch_private.ranks import has_ranks
 
 _MOST_LEAN_PASSES = 8  # of one shape
 _MOST_FORMS = 16  # of passes of one size and kind
+_LEAST_UNUSED_SHARE = 1 / 8  # of the budget, in pages: a plan leaves more gaps than a lean pass
 _HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
 _RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
 _COMPILERS_SLACK = 4  # 1/2**4 of the budget is left to what the compiler keeps more than eager mode
@@ -140,7 +141,8 @@ class Plans:
         if shape.planned is not None:
             new = Shape(numel=shape.numel, kind=shape.kind, form=shape.form, lean_passes=shape.lean_passes)
             self.shapes[bucket_of(shape.numel), shape.kind, shape.form] = shape = new
-        shape.unused_share = 1 - usage.live_bytes / max(1, usage.taken_bytes)
+        least_share = _LEAST_UNUSED_SHARE if page_bytes(self._device) else 0.0
+        shape.unused_share = max(least_share, 1 - usage.live_bytes / max(1, usage.taken_bytes))
         if recorder.is_complete:
             shape.lean, shape.overloads = lean, recorder.overloads
             shape.planner = Planner(lean, may_chain=self._may_chain, host=self._host)

@@ -33,7 +33,7 @@ from memfit.planning import Settings
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
-from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
+from memfit.torch_private.cuda import LastStream, prepare_allocator
 from memfit.torch_private.tensors import StorageWeakRef
 
 _log = logging.getLogger("memfit")
@@ -350,7 +350,7 @@ def _unused_bytes(budget_bytes: int, device: torch.device) -> int:
     """Return what torch's allocator is assumed to hold unused, having let its segments grow if they can."""
     if device.type != "cuda":
         return 0
-    share = _UNUSED_SHARE if turn_on_expandable_segments(device) else _UNUSED_SHARE_IN_SEGMENTS
+    share = _UNUSED_SHARE if prepare_allocator(device) else _UNUSED_SHARE_IN_SEGMENTS
     return int(share * budget_bytes)
 
 

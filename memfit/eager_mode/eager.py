@@ -35,7 +35,7 @@ from memfit.system.cpu_limit import CpuLimit
 from memfit.system.recorder import Record, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.autograd import changing_hooks
-from memfit.torch_private.cuda import turn_on_expandable_segments
+from memfit.torch_private.cuda import prepare_allocator
 from memfit.torch_private.sharding import is_sharded, modules_that_gather, parameters_that_are_gathered
 from memfit.torch_private.tensors import tensors_reached
 
@@ -131,7 +131,7 @@ class Eager(Uncopied):
     def _begin(self) -> None:
         gradients_that_differ()  # which is found out outside of any mode
         host = Host(self.device, self._host_budget_bytes, self._host_dir) if self._host_budget_bytes else None
-        may_grow = self.device.type != "cuda" or turn_on_expandable_segments(self.device)
+        may_grow = prepare_allocator(self.device)
         gc.collect()
         before_bytes = bytes_of_tensors(self.device)
         offset_bytes = before_bytes - allocated_bytes(self.device)

@@ -17,7 +17,7 @@ from memfit.memory.arena.places import Places
 from memfit.planning import Settings
 from memfit.simulate.reserved import ARENA, DEFAULT, EXPANDABLE
 from memfit.system.recorder import empty_cache
-from memfit.torch_private.cuda import LastStream, turn_on_expandable_segments
+from memfit.torch_private.cuda import LastStream, prepare_allocator
 
 _log = logging.getLogger("memfit")
 
@@ -171,7 +171,7 @@ def memory_for(
             refused = str(error).removeprefix("no arena: ")
     served = Served(by=DEFAULT)
     if settings.arena is None and device.type == "cuda":
-        is_expandable = turn_on_expandable_segments(device)
+        is_expandable = prepare_allocator(device)
         served = Served(by=EXPANDABLE if is_expandable else DEFAULT, why=f"no arena: {refused}")
         _log.info("memfit: the step is served from %s", served)
     return StepMemory(None, optimizer, served, device), replace(settings, arena=False)

@@ -194,9 +194,19 @@ class CudaStatistics(Segmented):
     """The statistics of torch's caching allocator."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
+    begins: bool = False
 
     def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.begins = True
+        try:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        finally:
+            self.begins = False
+
+    def note(self) -> None:
+        """Note the peaks in open records: somebody is about to set them back."""
+        if not self.begins:  # else they are noted
+            self._cut_all()
 
     def cut(self) -> tuple[int, int, int | None]:
         allocated, reserved = self._read("allocated_bytes", "reserved_bytes")
@@ -308,6 +318,13 @@ def instrument_of(device: torch.device) -> Instrument:
     exact = torch.device("cuda", index)
     # "cuda" without an index follows the current device, so only the exact name is remembered
     return instruments.setdefault(exact, CudaStatistics(source="torch.cuda.max_memory_allocated", device=exact))
+
+
+def note_cuda_peaks() -> None:
+    """Note the peaks of all CUDA devices in open records."""
+    for instrument in tuple(instruments.values()):
+        if isinstance(instrument, CudaStatistics):
+            instrument.note()
 
 
 def _cpu_instrument() -> Instrument:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from memfit.errors import UnsupportedStepError
+from memfit.system.instruments import note_cuda_peaks
 from memfit.system.recorder import empty_cache
 
 
@@ -54,7 +59,12 @@ class LastStream:
 
         Returns:
             Whether cuBLAS takes its workspaces anew.
+
+        Raises:
+            UnsupportedStepError: a CUDA graph is being captured of the call, and gradients are on.
         """
+        if self._is_captured():
+            return False
         before, now = self._last, self._now()
         if before is None or now is None:
             self._last = now
@@ -92,18 +102,63 @@ class LastStream:
             if segment["device"] == device and segment["stream"] != number
         )
 
+    def _is_captured(self) -> bool:
+        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return False
+        if torch.is_grad_enabled():
+            raise UnsupportedStepError(_CAPTURED)
+        return True
+
     def _now(self) -> tuple[torch.cuda.Stream, int] | None:
         if self._device.type != "cuda" or not torch.cuda.is_initialized():  # nothing was kept before
             return None
         return torch.cuda.current_stream(self._device), threading.get_native_id()
 
 
+_CAPTURED = (
+    "a CUDA graph is being captured of a training step that memfit holds to a budget: what it measures and recomputes "
+    "is decided on the host, which a graph does not run; memfit.fit(..., cuda_graph=True) captures a step by itself"
+)
+
+
+def prepare_allocator(device: torch.device) -> bool:
+    """Let torch's allocator serve a budget; return whether its segments can grow.
+
+    Expandable segments are turned on, and records note the peaks that a training loop sets back.
+
+    Args:
+        device: that has the budget; nothing is done for a CPU.
+    """
+    if device.type != "cuda":
+        return True
+    note_resets_of_peaks()
+    return turn_on_expandable_segments(device)
+
+
+@functools.cache
+def note_resets_of_peaks() -> None:
+    """Let open records note the peaks of CUDA's statistics before anybody else sets them back, from now on."""
+    for name in _RESETS:
+        reset = getattr(torch._C, name, None)
+        if reset is not None:
+            setattr(torch._C, name, functools.partial(_reset_noted, reset))
+
+
+def _reset_noted(reset: Callable[..., None], *args: Any) -> None:
+    note_cuda_peaks()
+    reset(*args)
+
+
+_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+
+
 def turn_on_expandable_segments(device: torch.device) -> bool:
     """Let torch's caching allocator take expandable segments from now on; return whether it does.
 
-    The other settings stay. Those that say whether segments are expandable are left as they are. A driver may allow the
-    setting, and fail at the first segment (on WSL2, pytorch#192330): one is taken here, and if it fails, the setting is
-    off from then on.
+    The other settings stay. Those that say whether segments are expandable are left as they are, and so are those that
+    say from which size on blocks are not split: what is freed in a segment that has grown beyond it serves no smaller
+    request. A driver may allow the setting, and fail at the first segment (on WSL2, pytorch#192330): one is taken here,
+    and if it fails, the setting is off from then on.
 
     Args:
         device: that they are for.
@@ -111,7 +166,7 @@ def turn_on_expandable_segments(device: torch.device) -> bool:
     if torch.cuda.get_allocator_backend() != "native":
         return False
     text = allocator_settings_text()
-    if "expandable_segments" not in text:
+    if not any(name in text for name in ("expandable_segments", "max_split_size_mb")):
         text = ",".join(filter(None, [text, _EXPANDABLE]))
         try:
             _set_allocator_settings(text)

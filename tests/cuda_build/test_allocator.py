@@ -1,12 +1,17 @@
-"""The model of torch's caching allocator has the counters of the allocator itself after every event."""
+"""The model of torch's caching allocator has the counters of the allocator itself, which a loop may set back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import torch
+from _measure import MIB
 from conftest import InChild
+
+import memfit
 
 TRACES = 25
 
@@ -33,3 +38,30 @@ def test_counters_are_torchs(settings: str, is_capped: bool, in_child: InChild) 
     assert "error" not in found, found["error"]
     differences = [first_difference(*pair) for pair in zip(traces, found["results"], strict=True)]
     assert not any(differences), next(filter(None, differences))
+
+
+def _most_bytes(reset: Callable[[], object]) -> dict[str, Any]:
+    """Train in a loop that sets torch's peaks back after each step; return the most that memfit has seen."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with memfit.checkpoint(model, "1GiB") as handle:
+        for _ in range(4):
+            model(torch.randn(1024, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reset()
+        handle.end_step()
+        return {"most_bytes": handle.report().most_bytes}
+
+
+RESETS: dict[str, Callable[[], object]] = {
+    "left alone": lambda: None,
+    "cuda": torch.cuda.reset_peak_memory_stats,
+    "accelerator": torch.accelerator.reset_peak_memory_stats,
+}
+
+
+def test_peaks_that_a_loop_sets_back_are_seen(in_child: InChild) -> None:
+    found = {name: in_child(_most_bytes, reset) for name, reset in RESETS.items()}
+    assert found["left alone"]["most_bytes"] > 128 * MIB
+    assert found["cuda"] == found["accelerator"] == found["left alone"]

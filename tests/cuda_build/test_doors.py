@@ -43,6 +43,7 @@ BESIDE = (
         Case(name=f"checkpoint, {name}", door="checkpoint", model="gpt2", options=GPT, **options)
         for name, options in {
             "accumulation": {"loop": "accumulation"},
+            "the user's largest block that is split": {"allocator": "max_split_size_mb:64"},
             "side streams": {"place": "streams"},
             "second device": {"device": 1},
             "the user's expandable segments": {"allocator": USERS_SEGMENTS},
