@@ -180,7 +180,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("aot",),
         ("ambient", "checkpoints"),
         ("absent", "autograd", "cuda", "modules", "ranks", "sharding", "symbols", "tracing"),
-        ("compiled_regions", "tensors"),
+        ("autocast", "compiled_regions", "tensors"),
         ("patching",),
     ),
     "integrations": (("accelerate", "lightning", "transformers"), ("metrics",), ("found_models",), ("held",)),

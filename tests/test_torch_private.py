@@ -49,19 +49,16 @@ from memfit.torch_private.absent import (
 )
 from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
 from memfit.torch_private.aot import as_aot_takes_it, boxed, hand_over_absent, trace_joint
+from memfit.torch_private.autocast import any_autocast, autocast_nesting, autocast_watched, casting, without_autocast
 from memfit.torch_private.autograd import (
     RUNS_BACKWARD,
     TorchDispatchMode,
     UnwrappedMode,
-    any_autocast,
     at_end_of_backward,
-    autocast_nesting,
-    autocast_watched,
     backward_code_through,
     backward_keeps_graph,
     backward_node,
     backward_through,
-    casting,
     changing_hooks,
     creates_graph,
     default_saved_hooks,
@@ -82,7 +79,6 @@ from memfit.torch_private.autograd import (
     switched_off,
     switched_on,
     views_replayed,
-    without_autocast,
 )
 from memfit.torch_private.checkpoints import (
     IGNORED_OPS,
@@ -1014,6 +1010,15 @@ def test_autocast_of_any_device() -> None:
     assert not any_autocast()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert any_autocast()
+
+
+def test_autocast_is_asked_where_nothing_switches_it() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        is_on = autocast_here()
+        assert is_on("cpu")
+        assert not is_on("cuda")
+    with pytest.raises(UnsupportedStepError, match="switched on or off inside of a block"):
+        is_on("cpu")
 
 
 def test_autocast_is_seen_from_outside_of_a_dispatch_mode() -> None:

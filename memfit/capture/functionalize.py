@@ -15,7 +15,7 @@ import torch
 
 from memfit.errors import UnsupportedStepError
 from memfit.memory.place import Place, fills_memory
-from memfit.torch_private.autograd import casting
+from memfit.torch_private.autocast import casting
 from memfit.torch_private.tensors import fake_mode_of, real_tensors, tensors_in, tree_map
 
 # In-place calls whose result does not depend on the old content: only their first argument's metadata counts.

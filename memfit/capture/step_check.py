@@ -14,7 +14,8 @@ from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import BY_CHECKPOINT, InvalidTargetError, UnsupportedStepError
-from memfit.torch_private.autograd import any_autocast, changing_hooks
+from memfit.torch_private.autocast import any_autocast
+from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.ranks import replicated_class
 
 _FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"

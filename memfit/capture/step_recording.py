@@ -53,7 +53,7 @@ from memfit.errors import (
 from memfit.graph import Role
 from memfit.memory.place import lazy_view
 from memfit.torch_private.absent import has_no_memory
-from memfit.torch_private.autograd import autocast_watched
+from memfit.torch_private.autocast import autocast_watched
 from memfit.torch_private.compiled_regions import CompiledRegions
 from memfit.torch_private.modules import gradient_hooks, leaf_hooks
 from memfit.torch_private.tensors import (

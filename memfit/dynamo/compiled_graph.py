@@ -46,7 +46,7 @@ from memfit.step.turns import turn_on
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.aot import boxed, trace_joint
-from memfit.torch_private.autograd import any_autocast
+from memfit.torch_private.autocast import any_autocast
 from memfit.torch_private.tensors import (
     fake_mode_of,
     is_plain_dense,

@@ -16,7 +16,8 @@ from memfit.capture.functionalize import CAST_INSIDE
 from memfit.errors import BY_CHECKPOINT, NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
-from memfit.torch_private.autograd import any_autocast, backward_keeps_graph, changing_hooks
+from memfit.torch_private.autocast import any_autocast
+from memfit.torch_private.autograd import backward_keeps_graph, changing_hooks
 from memfit.torch_private.guarding import TensorMetadata
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.tensors import PLAIN_TYPES, is_fake, is_plain_dense, tensors_in

@@ -22,7 +22,8 @@ from memfit.errors import OverBudgetError, UnsupportedStepError
 from memfit.memory.host.room import Host
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import taken_bytes
-from memfit.torch_private.autograd import instead_here, no_modes, require_unwritten, without_autocast
+from memfit.torch_private.autocast import without_autocast
+from memfit.torch_private.autograd import instead_here, no_modes, require_unwritten
 from memfit.torch_private.tensors import has_own_dispatch
 
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})

@@ -28,9 +28,9 @@ from memfit.memory.contract import Usage as Taken
 from memfit.memory.host.room import Host
 from memfit.step.turns import Turn
 from memfit.system.recorder import Usage, empty_cache, page_bytes, record
+from memfit.torch_private.autocast import autocast_watched
 from memfit.torch_private.autograd import (
     UnwrappedMode,
-    autocast_watched,
     default_saved_hooks,
     hooks_aside_in_transforms,
     in_backward,

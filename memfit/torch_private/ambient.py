@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from memfit.torch_private.autograd import UnwrappedMode, autocast_nesting, changing_hooks, default_saved_hooks, no_modes
+from memfit.torch_private.autocast import autocast_nesting
+from memfit.torch_private.autograd import UnwrappedMode, changing_hooks, default_saved_hooks, no_modes
 
 _C: Any = torch._C
 _CUDA: Any = torch.backends.cuda

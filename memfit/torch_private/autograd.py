@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from memfit.errors import UnsupportedStepError
+from memfit.torch_private.autocast import autocast_here
 from memfit.torch_private.compiled_regions import CompiledRegions
 from memfit.torch_private.patching import Inside, replaced
 
@@ -153,11 +153,6 @@ def has_modes() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def without_autocast() -> Any:
-    """Return a context in which no operator is cast, whatever autocast is on."""
-    return torch._C._DisableAutocast()
-
-
 class UnwrappedMode(TorchDispatchMode):
     """A dispatch mode whose calls cost less: torch wraps those of others, so that Dynamo does not compile them.
 
@@ -171,7 +166,7 @@ class UnwrappedMode(TorchDispatchMode):
     has_autocast: Callable[[str], bool]
 
     def __enter__(self) -> Self:
-        self.has_autocast = _autocast_here()
+        self.has_autocast = autocast_here()
         self._regions = CompiledRegions(_modes_aside)
         self._regions.__enter__()
         return super().__enter__()
@@ -300,11 +295,6 @@ def _leaf_itself(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return getattr(torch.autograd.graph.get_gradient_edge(tensor).node, "variable", tensor)
 
 
-def any_autocast() -> bool:
-    """Return whether autocast is on for any device."""
-    return torch._C._is_any_autocast_enabled()
-
-
 def next_sequence_number() -> int:
     """Return the sequence number of the next node that autograd makes on this thread."""
     return torch.autograd._get_sequence_nr()
@@ -341,67 +331,6 @@ def views_replayed() -> AbstractContextManager[None]:
     Elsewhere it reads them by their strides, in backward too: other ops, which copy the same numbers.
     """
     return torch.autograd.grad_mode._force_original_view_tracking(True)
-
-
-_CASTING = ("cpu", "cuda")
-
-
-def _autocast_here() -> Callable[[str], bool]:
-    """Return a function that says whether autocast is on here, to be asked by calls that nothing switches it for."""
-    enabled = {device_type: torch.is_autocast_enabled(device_type) for device_type in _CASTING}
-    nesting = autocast_nesting()
-
-    def is_on(device_type: str) -> bool:
-        if autocast_nesting() != nesting:
-            raise UnsupportedStepError(
-                "nn.Bilinear, whose kernel calls operators that autocast casts, is called where autocast was switched "
-                "on or off inside of a block, which memfit cannot see there: put torch.autocast around the model's "
-                "call, or use memfit.fit"
-            )
-        return enabled.get(device_type, False)
-
-    return is_on
-
-
-def autocast_nesting() -> int:
-    """Return in how many `with torch.autocast` this thread is; a dispatch mode may ask."""
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting
-
-
-@contextmanager
-def casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Switch autocast on in the block, which a dispatch mode runs, so that `autocast_watched` does not see it."""
-    was_enabled, former = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    keeps_casts = torch.is_autocast_cache_enabled()
-    set_enabled: Any = torch._C.set_autocast_enabled  # pyright: ignore
-    set_enabled(device_type, True)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(keeps_casts)
-        torch.set_autocast_dtype(device_type, former)
-        set_enabled(device_type, was_enabled)
-
-
-@contextmanager
-def autocast_watched() -> Iterator[Callable[[str], bool]]:
-    """Give the block a function that says whether the step's code has autocast on for a device type.
-
-    A dispatch mode cannot ask torch: while it handles a call, autocast is off.
-    """
-    enabled = {device_type: torch.is_autocast_enabled(device_type) for device_type in _CASTING}
-    set_enabled = torch.set_autocast_enabled
-
-    def watched(*args: Any) -> None:
-        set_enabled(*args)
-        device_type, enabled[device_type] = args if len(args) > 1 else ("cuda", args[0])
-
-    with replaced(torch, "set_autocast_enabled", watched):
-        yield lambda device_type: enabled.get(device_type, False)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
