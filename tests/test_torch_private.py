@@ -49,8 +49,16 @@ from memfit.torch_private.absent import (
 )
 from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
 from memfit.torch_private.aot import as_aot_takes_it, boxed, hand_over_absent, trace_joint
-from memfit.torch_private.autocast import any_autocast, autocast_nesting, autocast_watched, casting, without_autocast
+from memfit.torch_private.autocast import (
+    any_autocast,
+    autocast_here,
+    autocast_nesting,
+    autocast_watched,
+    casting,
+    without_autocast,
+)
 from memfit.torch_private.autograd import (
+    INSTEAD_OF_TRANSFORMS,
     RUNS_BACKWARD,
     TorchDispatchMode,
     UnwrappedMode,
@@ -95,6 +103,7 @@ from memfit.torch_private.cuda import (
     LastStream,
     allocator_settings_text,
     has_captured_graphs,
+    note_resets_of_peaks,
     prepare_allocator,
     release_cublas_workspaces,
     turn_on_expandable_segments,
@@ -1638,7 +1647,7 @@ def test_an_allocator_is_prepared_once_for_all_that_read_its_peaks(
     for name in cuda._RESETS:
         monkeypatch.setattr(torch._C, name, lambda _device: peaks.update(peak=peaks["current"]), raising=False)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: torch._C._cuda_resetPeakMemoryStats(7))
-    cuda.note_resets_of_peaks.cache_clear()
+    note_resets_of_peaks.cache_clear()
     assert prepare_allocator(torch.device("cpu")) and len(allocator["settings"]) == 1
     assert prepare_allocator(ON) and prepare_allocator(ON) and len(allocator["settings"]) == 2
     for name in cuda._RESETS:
@@ -2114,7 +2123,7 @@ def test_transformations_of_torch_func_are_seen() -> None:
 
     class Looking(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append("fit_function" in instead_here())  # the transformation is set aside here
+            seen.append(INSTEAD_OF_TRANSFORMS in instead_here())  # the transformation is set aside here
             return function(*args, **(kwargs or {}))
 
     with Looking():
