@@ -130,7 +130,7 @@ def _row(script: str, share: int, door: str, budget_bytes: int, plain: Ran, ran:
         "is_held": ran.peak_bytes <= budget_bytes,
         "is_same": is_same,
         "error": error[1] if error else None,
-        "by": sorted(set(re.findall(r"memfit: \w+, (memfit\.\w+)", ran.said))),
+        "by": sorted(set(re.findall(r"memfit: [\w ]+, (memfit\.\w+)", ran.said))),
         "said": [line for line in ran.said.splitlines() if line.startswith("memfit:")],
     }
     print(

@@ -350,12 +350,16 @@ class CachingDevice:
         monkeypatch.setattr(account, "allocated_bytes", lambda _device: 0)
         monkeypatch.setattr(account, "held_bytes", lambda _device: self.held_bytes)
         monkeypatch.setattr(account, "empty_cache", lambda _device: setattr(self, "held_bytes", self.live_bytes))
-        monkeypatch.setattr(window, "record", lambda _device: self._record())
+        monkeypatch.setattr(window, "record", lambda _device: self)
 
-    @contextmanager
-    def _record(self) -> Iterator[Usage]:
+    def begin(self) -> CachingDevice:
+        """Begin a record, as the recorder does."""
         self._usage = Usage(source="a test", start_bytes=self.live_bytes, reserved_bytes=self.held_bytes)
-        yield self._usage
+        return self
+
+    def close(self) -> Usage:
+        """End it."""
+        return self._usage
 
     def take(self, live_bytes: int, more_bytes: int) -> None:
         """Have so many bytes more live for a while, and as many more held from then on."""

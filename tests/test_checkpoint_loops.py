@@ -52,11 +52,14 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor
     return loss.detach()
 
 
-def run(make: Callable[[], Loop], budget: int | None, steps: int = 9) -> tuple[list[torch.Tensor], list[int]]:
+def run(
+    make: Callable[[], Loop], budget: int | None, steps: int = 9, *, is_in_one_call: bool = False
+) -> tuple[list[torch.Tensor], list[int]]:
     gc.collect()
     torch.manual_seed(0)
     loop = make()
-    handles = [] if budget is None else [memfit.checkpoint(each, budget) for each in loop.models]
+    models = [loop.models] if is_in_one_call else loop.models
+    handles = [] if budget is None else [memfit.checkpoint(each, budget) for each in models]
     found: list[torch.Tensor] = []
     peaks: list[int] = []
     torch.manual_seed(7)
@@ -784,3 +787,131 @@ def test_a_loop_of_torch_func_goes_through_the_door_that_is_named() -> None:
         ours, theirs = planned(ours, rows(number)), step(theirs, rows(number))
         assert torch.equal(ours[1], theirs[1])
         assert all(torch.equal(ours[0][name], theirs[0][name]) for name in ours[0])
+
+
+def deep() -> torch.nn.Module:
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in "123456"
+    ]
+    return torch.nn.Sequential(*layers)
+
+
+def encoder_and_decoder() -> Loop:
+    encoder, decoder = deep(), deep()
+    optimizer = adam(encoder, decoder)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        data = torch.randn(1024, 64)
+        yield update(optimizer, (decoder(encoder(data).tanh()) - data).square().mean())
+
+    return Loop([encoder, decoder], step)
+
+
+def both_networks_of_a_gan() -> Loop:
+    generator, critic = deep(), deep()
+    made_by, judged_by = adam(generator), adam(critic)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        made = generator(torch.randn(1024, 64))
+        judged = functional.softplus(-critic(torch.randn(1024, 64))) + functional.softplus(critic(made.detach()))
+        yield update(judged_by, judged.mean())
+        yield update(made_by, functional.softplus(-critic(made)).mean())
+        judged_by.zero_grad()
+
+    return Loop([generator, critic], step)
+
+
+class Stack(torch.nn.Module):
+    """Two of these in a list are two models, and no two blocks."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Mlp(64, 0.1) for _ in range(5))
+        self.head = torch.nn.Linear(64, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def actor_and_critic() -> Loop:
+    actor, critic = Stack(4), Stack(1)
+    critic.blocks[0] = actor.blocks[0]
+    acts, judges = adam(actor), adam(critic)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        seen, returns = torch.randn(1024, 64), torch.randn(1024, 1)
+        with torch.no_grad():
+            expected = critic(seen)
+        yield update(acts, -(actor(seen).log_softmax(1)[:, :1] * (returns - expected)).mean())
+        for _ in range(2):
+            yield update(judges, (critic(seen) - returns).square().mean())
+
+    return Loop([actor, critic], step)
+
+
+def teacher_and_student() -> Loop:
+    teacher, student = Stack(8).requires_grad_(requires_grad=False).eval(), Stack(8)
+    optimizer = adam(student)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        seen = torch.randn(1024, 64)
+        with torch.no_grad():
+            expected = teacher(seen)
+        yield update(optimizer, (student(seen) - expected).square().mean())
+
+    return Loop([teacher, student], step)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+@pytest.mark.parametrize("make", [encoder_and_decoder, both_networks_of_a_gan, actor_and_critic, teacher_and_student])
+def test_models_of_one_loop_share_a_plan_in_one_call(make: Callable[[], Loop], share: float) -> None:
+    before_bytes = allocated_bytes("cpu")
+    expected, peaks = run(make, None)
+    budget = before_bytes + int(share * (max(peaks) - before_bytes))
+    found, peaks = run(make, budget, is_in_one_call=True)
+    assert all(map(torch.equal, found, expected))
+    assert max(peaks) <= budget
+
+
+def test_a_refusal_beside_another_handle_names_the_call_that_holds_both() -> None:
+    before_bytes = allocated_bytes("cpu")
+    _, peaks = run(encoder_and_decoder, None)
+    budget = before_bytes + int(0.7 * (max(peaks) - before_bytes))
+    with pytest.raises(BudgetNotHeldError, match=r"memfit.checkpoint\(\[first, second\], budget\)"):
+        run(encoder_and_decoder, budget)
+    run(encoder_and_decoder, budget, is_in_one_call=True)
+
+
+@pytest.mark.parametrize(("models", "error"), [([], "model is a list"), ([torch.nn.Linear(2, 2), 3], "model is a int")])
+def test_a_list_of_models_holds_modules(models: list[Any], error: str) -> None:
+    with pytest.raises(MemfitError, match=error):
+        memfit.checkpoint(models, "1GiB")
+
+
+def test_several_models_have_no_chunked_loss() -> None:
+    with pytest.raises(UnsupportedStepError, match="chunk_loss"):
+        memfit.checkpoint([deep(), deep()], "1GiB", chunk_loss=True)
+
+
+class Chain(torch.nn.ModuleList):
+    """A list that is called is a model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+def test_a_list_with_a_forward_of_its_own_is_one_model() -> None:
+    model = Chain(Mlp(64) for _ in range(6))
+    handle = memfit.checkpoint(model, "75%")
+    optimizer = adam(model)
+    for _ in range(5):
+        update(optimizer, model(torch.randn(512, 64)).square().mean())
+    handle.end_step()
+    report = handle.report()
+    handle.close()
+    assert report.blocks == tuple("012345")
+    assert (handle.calls, report.over) == (5, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 from memfit.commands.run import main
 from memfit.errors import BudgetNotHeldError, OverBudgetError, UnsupportedStepError
 from memfit.integrations.found_models import HeldReport, Running
+from memfit.system.recorder import allocated_bytes, record
 from memfit.system.script import Script
 
 _ODD = """
@@ -304,6 +306,45 @@ def test_two_models_with_optimizers_of_their_own_share_the_budget(running: Runni
     _train(other := _Model())
     assert [each.name for each in running.end()] == ["_Model", "_Model"]
     assert one is not other
+
+
+def test_models_of_one_step_share_a_plan() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(_Block(64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def train(models: list[nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+        for _ in range(6):
+            data = torch.randn(2048, 64)
+            (models[1](models[0](data).tanh()) - data).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter.detach().clone() for model in models for parameter in model.parameters()]
+
+    models: list[nn.Module] = [Blocks(), Blocks()]
+    before_bytes = allocated_bytes("cpu")
+    with record("cpu") as usage:
+        bare = train(copied := copy.deepcopy(models))
+    budget = before_bytes + int(0.7 * (usage.start_bytes + usage.peak_bytes - before_bytes))
+    del copied
+    gc.collect()
+    running = Running(budget)
+    running.begin()
+    held = train(models)
+    found = running.end()
+    assert _equal(bare, held)
+    assert _by(found) == [("Blocks and Blocks", False, "")]
+    assert found[0].history is not None
+    assert found[0].history.over == 0
 
 
 def test_a_layer_that_is_added_to_a_model_is_held_with_it(running: Running) -> None:

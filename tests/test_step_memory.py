@@ -35,6 +35,7 @@ def test_a_call_on_another_stream_waits_and_what_is_kept_for_the_last_one_is_fre
     on = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: on[-1])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 1000 - 100 * len(freed))
     segments = [
         {"device": 1, "stream": stream, "total_size": 50, "allocated_size": 20} for stream in (one.cuda_stream, 0)

@@ -34,7 +34,7 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     parameters, of which sequences of single layers are divided.
 
     Args:
-        model: any module.
+        model: any module; of a ModuleList the blocks of each member.
         patterns: of names, with `*`, in the place of what is found.
 
     Returns:
@@ -46,6 +46,9 @@ def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -
     named = _inside(model)
     if patterns is not None:
         return outermost(_matching(named, patterns))
+    if type(model) is torch.nn.ModuleList:  # which nobody calls, as it has no forward: models of one loop
+        found = [(f"{n}.{name}", block) for n, part in enumerate(model) for name, block in find_blocks(part)]
+        return list({id(block): (name, block) for name, block in reversed(found)}.values())[::-1]  # they may share some
     return outermost(_found(model, named))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from memfit.checkpointing.blocks import NO_BLOCKS
 from memfit.checkpointing.compiled_calls import CompiledCalls
@@ -18,6 +21,9 @@ _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all
 _MOST_OVER_LEAN = 2  # of them over the budget, which a plan may keep, or is refused
 _MOST_IN_A_ROW = 4  # lean ones over the budget, of sizes that are new each time, before they are refused
 IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
+_IN_ONE_CALL = (
+    "hold all models of this loop by one call, memfit.checkpoint([first, second], budget), which plans them together"
+)
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
 
@@ -40,6 +46,15 @@ class Judge:
         self._lean = self._over_lean = self._in_a_row = 0
         self._shared: SharedPolicy | None = None
         self._may_share = True
+        _open.add(self)
+
+    def close(self) -> None:
+        """Judge no more."""
+        _open.discard(self)
+
+    def is_beside(self, device: torch.device) -> bool:
+        """Return whether a budget of this device is judged here."""
+        return self.contract is not None and self._plans.device == device
 
     def is_over(self, size_bytes: int) -> bool:
         """Return whether so many bytes are more than the budget, as far as that is known."""
@@ -163,7 +178,9 @@ class Judge:
         own = self.contract
         assert own is not None
         uncompiled = _UNCOMPILED if self._compiled else ""
-        instead = f"{uncompiled}{IN_EAGER_MODE}" if self._plans.blocks else ""  # which `NO_BLOCKS` names
+        ways = [_IN_ONE_CALL] if any(each is not self and each.is_beside(self._plans.device) for each in _open) else []
+        ways += [f"{uncompiled}{IN_EAGER_MODE}"] if self._plans.blocks else []  # which `NO_BLOCKS` names
+        instead = ", ".join(ways)
         instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
         error = own.refusal(refused, self._why_refused(shape, peak_is_in), instead)
         if own.is_firm and not shape.is_refused:
@@ -177,3 +194,6 @@ class Judge:
         if shape.planned is not None and not shape.standing.is_least:
             return f"the model was compiled {self._compiled.compilations} times, each for less"
         return f"it keeps as little as can be; the most is taken in {peak_is_in}"
+
+
+_open: weakref.WeakSet[Judge] = weakref.WeakSet()  # of the loops that are not closed

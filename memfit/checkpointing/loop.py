@@ -55,7 +55,8 @@ class Loop:
     """Measures the passes of a model, and plans them within a budget.
 
     Args:
-        called: the module that the loop calls; the hooks are on it, or on the module inside if torch.compile made it.
+        called: the module that the loop calls, or the modules, as a ModuleList; the hooks are on it, or on the module
+            inside if torch.compile made it.
         find: returns the blocks that are steered, and recomputed in lean passes; and modules beside them that are
             steered, and not recomputed in lean passes. It is called again where modules were replaced.
         contract: the budget.
@@ -123,10 +124,11 @@ class Loop:
         ]
 
     def _hooks_on(self, model: torch.nn.Module) -> list[Any]:
-        return [
-            model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self.returned)),
-        ]
+        hooks: list[Any] = []
+        for called in model if type(model) is torch.nn.ModuleList else [model]:
+            hooks.append(called.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True))
+            hooks.append(called.register_forward_hook(Hook(self.returned)))
+        return hooks
 
     def expect_no_optimizer(self) -> None:
         """Plan from the second pass on, although no optimizer will step."""
@@ -381,6 +383,7 @@ class Loop:
                 self.discard()
         finally:
             self._remove_hooks()
+            self._judge.close()
             self._compiled.remove()
             self.installed.remove()
             if self.steering.host is not None:

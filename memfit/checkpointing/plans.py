@@ -42,6 +42,7 @@ class Plans:
 
     Attributes:
         blocks: names of the present blocks.
+        device: of the model.
         shapes: what is known, by size and kind of pass.
         steered: names of modules that a plan was made for.
         has_transforms: whether transformations of torch.func have called blocks, which they do not let recompute.
@@ -61,7 +62,7 @@ class Plans:
         self._host, self.blocks = host, tuple(blocks)
         self._called: set[str] = set()  # of the blocks, in any pass so far
         self.contract, self.given = contract, given
-        self._compiled, self._device, self._may_chain = compiled, device, may_chain
+        self._compiled, self.device, self._may_chain = compiled, device, may_chain
         self._is_shared = self.has_transforms = False
         self.shapes: dict[tuple[int, WindowKind, int], Shape] = {}
         self.steered: set[str] = set()
@@ -70,6 +71,11 @@ class Plans:
     def host_budget_bytes(self) -> int:
         """What inputs of blocks may take on the host."""
         return 0 if self._host is None else self._host.budget_bytes
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a plan was made."""
+        return any(shape.planned is not None for shape in self.shapes.values())
 
     def shape_of(self, numel: int, kind: WindowKind, form: int) -> Shape:
         """Return what is known of passes of a size, kind and form: nothing, if none was as large.
@@ -141,7 +147,7 @@ class Plans:
         if shape.planned is not None:
             new = Shape(numel=shape.numel, kind=shape.kind, form=shape.form, lean_passes=shape.lean_passes)
             self.shapes[bucket_of(shape.numel), shape.kind, shape.form] = shape = new
-        least_share = _LEAST_UNUSED_SHARE if page_bytes(self._device) else 0.0
+        least_share = _LEAST_UNUSED_SHARE if page_bytes(self.device) else 0.0
         shape.unused_share = max(least_share, 1 - usage.live_bytes / max(1, usage.taken_bytes))
         if recorder.is_complete:
             shape.lean, shape.overloads = lean, recorder.overloads
@@ -233,8 +239,8 @@ class Plans:
         shape.rulings = rulings_of(planned.rules, shape.lean.calls, shape.overloads)
         self.steered |= shape.rulings.keys()
         shape.standing.replace_plan(is_least=planned.is_least, is_most=planned.is_most)
-        if self._device.type == "cuda":  # memory in pieces that fitted the last plan would be held beside this one's
-            empty_cache(self._device)
+        if self.device.type == "cuda":  # memory in pieces that fitted the last plan would be held beside this one's
+            empty_cache(self.device)
 
     def has_settled(self, shape: Shape) -> bool:
         """Return whether the present plan has held for some windows."""

@@ -32,7 +32,7 @@ def find_device(name: str | torch.device) -> torch.device:
         return torch.device("cpu")
     if device.type == "meta":
         raise InvalidDeviceError(
-            "tensors are on the device 'meta', where they have no memory to plan; call memfit once they have some, "
+            "device 'meta' is not one with memory to plan; call memfit once the tensors have some, "
             "after model.to_empty(device=...) and the weights: fully_shard and compile() may come before"
         )
     count = torch.cuda.device_count()

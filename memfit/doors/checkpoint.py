@@ -26,7 +26,7 @@ from memfit.torch_private.modules import is_compiled, uncompiled
 
 
 def checkpoint(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     budget: str | int | None = None,
     *,
     policy: Mapping[str, Any] | str | Path | None = None,
@@ -56,7 +56,8 @@ def checkpoint(
     and corrects the plan. Results, gradients, buffers and random streams are those of the loop without it.
 
     Args:
-        model: any module; before or after DDP, `fully_shard`, and the wrappers of Trainer, Accelerate and Lightning.
+        model: any module; before or after DDP, `fully_shard`, and the wrappers of Trainer, Accelerate and Lightning. A
+            list of modules that one loop trains (an encoder and a decoder, both networks of a GAN) shares one plan.
         budget: of all that is on the model's device, as text (`20GiB`, `90% of the card`) or in bytes; a percentage
             alone is of the peak that is predicted for the loop without checkpoints.
         policy: from `policy()`, or a JSON file with it, in the place of plans.
@@ -82,7 +83,7 @@ def checkpoint(
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
-    require_module(model, "memfit.checkpoint")
+    model = model if isinstance(model, torch.nn.Module) else _together(model, chunk_loss)
     refuse_first_fsdp(model.parameters(), "memfit.checkpoint")
     device, is_firm = _device_of(model), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
@@ -108,6 +109,19 @@ def checkpoint(
         hooks=[] if head is None else head.hooked(Hook),
     )
     return Checkpointed(loop)
+
+
+def _together(models: Any, chunk_loss: bool | str) -> torch.nn.Module:
+    """Return the models of one loop as the parts of one, whose blocks' calls are seen."""
+    parts = list(models) if isinstance(models, list | tuple) and models else [models]
+    for each in parts:
+        require_module(each, "memfit.checkpoint")
+    if chunk_loss or any(map(is_compiled, parts)):
+        raise UnsupportedStepError(
+            "memfit.checkpoint: several models in one call can be neither compiled as a whole nor have chunk_loss: "
+            "compile their blocks by themselves, and leave chunk_loss out, or call memfit.checkpoint for each model"
+        )
+    return torch.nn.ModuleList(parts)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:

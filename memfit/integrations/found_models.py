@@ -33,6 +33,7 @@ from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.dynamo import is_compiled_soundly
 from memfit.torch_private.modules import CallsSeen, is_compiled, own_call, uncompiled
+from memfit.torch_private.ranks import has_ranks
 
 _log = logging.getLogger("memfit")
 
@@ -82,10 +83,16 @@ class HeldReport:
 
 @dataclass(slots=True)
 class _Steered:
-    name: str
-    may_leave: Callable[[], torch.nn.Module | None]  # the model, if eager mode may take it over
-    loop: weakref.ref[Loop]  # the model has it: a model that the script is done with is not kept alive
+    models: list[weakref.ref[torch.nn.Module]]
+    may_leave: bool  # whether eager mode may take over
+    may_join: bool  # whether a plan may be made with other models
+    loop: weakref.ref[Loop]  # the models have it: those that the script is done with are not kept alive
     history: History
+    name: str
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Return whether a module is one of the models."""
+        return any(module is model() for model in self.models)
 
     def close(self) -> HeldReport:
         """Leave the model as it was, and return what was held."""
@@ -111,7 +118,8 @@ class Running:
     `memfit.checkpoint`, from within this first call. What checkpoints cannot hold is held in eager mode, which is then
     on for all that comes: a model without blocks, one in eval mode, one of several modules that one optimizer updates
     together, and all that is trained, once a step has taken more than the budget with all checkpoints.
-    Calls without gradients before that are measured, and told where they take more.
+    Calls without gradients before that are measured, and told where they take more. Models that were called before any
+    of them was planned share one plan from the second step on.
 
     Args:
         budget: as text or in bytes.
@@ -149,8 +157,10 @@ class Running:
 
     def _look(self, module: torch.nn.Module) -> Callable[[], None] | None:
         """Look at a call that begins: hold the model, or measure the call."""
-        if any(module is each.may_leave() for each in self._steered):
-            self._judge(module)
+        held = next((each for each in self._steered if each.is_of(module)), None)
+        if held is not None:
+            if not self._joins() and held.may_leave:
+                self._judge(held)
         elif torch.is_grad_enabled():
             if self._is_trained(module):
                 self._hold(module)
@@ -210,27 +220,59 @@ class Running:
         else:
             self._steer(module)
 
-    def _steer(self, module: torch.nn.Module) -> None:
+    def _steer(self, *models: torch.nn.Module) -> None:
         if self._steered:
             gc.collect()  # models that the script is done with
         options: dict[str, Any] = {"host_budget": self.host_budget, "budget_is": self.budget_is}
-        checkpoint(module, self.budget, **options, chunk_loss=self.chunk_loss)
-        (loop,) = loops_of(uncompiled(module))
-        may_leave = self.door == AUTO and self.budget_is == FIRM and not any(map(is_compiled, module.modules()))
-        model = weakref.ref(module) if may_leave else lambda: None
-        self._steered.append(_Steered(type(module).__name__, model, weakref.ref(loop), loop.history))
+        checkpoint(models[0] if len(models) == 1 else models, self.budget, **options, chunk_loss=self.chunk_loss)
+        (loop,) = loops_of(uncompiled(models[0]))
+        is_eager = not any(is_compiled(each) for model in models for each in model.modules())
+        self._steered.append(
+            _Steered(
+                [weakref.ref(model) for model in models],
+                may_leave=self.door == AUTO and self.budget_is == FIRM and is_eager,
+                may_join=is_eager and not self.chunk_loss,
+                loop=weakref.ref(loop),
+                history=loop.history,
+                name=" and ".join(type(model).__name__ for model in models),
+            )
+        )
 
-    def _judge(self, module: torch.nn.Module) -> None:
+    def _joins(self) -> bool:
+        """Let one plan hold the models of a loop from its second step on; return whether it does from now on.
+
+        Those are the ones that were called before any of them was planned. Ranks, which might differ, are left alone.
+        """
+        joined = [each for each in self._steered if each.may_join and (loop := each.loop()) and not loop.plans.has_any]
+        if len(joined) < 2 or has_ranks():
+            return False
+        models = [model for each in joined for ref in each.models if (model := ref()) is not None]
+        devices = {parameter.device for model in models for parameter in model.parameters()}
+        loops = [loop for each in self._steered if (loop := each.loop()) is not None]
+        if len(devices) > 1 or any(loop.is_between() for loop in loops):
+            return False
+        for each in joined:
+            if not each.history.over and (loop := each.loop()) is not None:
+                loop.end()
+        if any(each.history.over for each in joined):  # one of them cannot be held, and is judged by itself
+            return False
+        for each in joined:
+            each.close()
+        self._steered = [each for each in self._steered if each not in joined]
+        self._steer(*models)
+        return True
+
+    def _judge(self, held: _Steered) -> None:
         """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much."""
-        held = [loop for each in self._steered if (loop := each.loop()) is not None]
-        own = next((loop for loop in held if loop.model is module), None)
-        if own is None or any(loop.is_between() for loop in held):
+        loops = [loop for each in self._steered if (loop := each.loop()) is not None]
+        own, module = held.loop(), held.models[0]()
+        if own is None or module is None or any(loop.is_between() for loop in loops):
             return
         why = Checkpointed(own).why_leave()
         if why and own.contract is not None:
             self._done += [each.close() for each in self._steered]
             self._steered.clear()
-            _log.warning(GOES_ON, type(module).__name__, why)
+            _log.warning(GOES_ON, held.name, why)
             self._enter(module, why, own.contract.budget_bytes)
 
     def _enter(self, module: torch.nn.Module, why: str, budget: str | int) -> None:
