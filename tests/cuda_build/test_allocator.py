@@ -41,17 +41,23 @@ def test_counters_are_torchs(settings: str, is_capped: bool, in_child: InChild) 
 
 
 def _most_bytes(reset: Callable[[], object]) -> dict[str, Any]:
-    """Train in a loop that sets torch's peaks back after each step; return the most that memfit has seen."""
+    """Train in a loop that sets torch's peaks back after each step; return the most that it and memfit have seen.
+
+    The cache is emptied first, so that nothing but the peak tells what the step has taken.
+    """
     model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
+    own_bytes = 0
     with memfit.checkpoint(model, "1GiB") as handle:
         for _ in range(4):
             model(torch.randn(1024, 1024, device="cuda")).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            own_bytes = max(own_bytes, torch.cuda.max_memory_reserved())
+            torch.cuda.empty_cache()
             reset()
         handle.end_step()
-        return {"most_bytes": handle.report().most_bytes}
+        return {"most_bytes": handle.report().most_bytes, "own_bytes": own_bytes}
 
 
 RESETS: dict[str, Callable[[], object]] = {
@@ -61,7 +67,7 @@ RESETS: dict[str, Callable[[], object]] = {
 }
 
 
-def test_peaks_that_a_loop_sets_back_are_seen(in_child: InChild) -> None:
-    found = {name: in_child(_most_bytes, reset) for name, reset in RESETS.items()}
-    assert found["left alone"]["most_bytes"] > 128 * MIB
-    assert found["cuda"] == found["accelerator"] == found["left alone"]
+@pytest.mark.parametrize("name", RESETS)
+def test_peaks_that_a_loop_sets_back_are_seen(name: str, in_child: InChild) -> None:
+    found = in_child(_most_bytes, RESETS[name])
+    assert found["most_bytes"] >= found["own_bytes"] > 128 * MIB, found
