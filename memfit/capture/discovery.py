@@ -97,15 +97,6 @@ class Discovery(Found):
     def _object_found(self, table: Table, owner: Any) -> None:
         """Called for each object whose attributes have been copied."""
 
-    def _class_attribute(self, owner: Any, name: str, table: Table) -> None:
-        """Note a name that was found in the object's class: there, and in each base class, which super() reaches."""
-        for cls in type(owner).__mro__:
-            if cls in (object, torch.nn.Module) or is_opaque(cls) or name not in cls.__dict__:
-                continue
-            raw = cls.__dict__[name]
-            self._add_class_attribute(cls, name, raw)
-            self._discover(function_of(raw), table.name(name))
-
     def _discover(self, value: Any, path: str) -> None:
         """Copy what a value holds, at all depths, before the step reads it.
 
@@ -160,12 +151,13 @@ class Discovery(Found):
             self._discover_entries(table)
             if isinstance(value, defaultdict):
                 self._add_slots(path, value, ["default_factory"])
-        elif isinstance(value, (list, deque, set, *BUFFERS)):
+        elif isinstance(value, BUFFERS):
             self.items.append(Items(path, value))
-            if not isinstance(value, BUFFERS):
-                self._discover_each(value, path)
-        elif isinstance(value, tuple | frozenset):
-            self._discover_each(value, path)
+        elif isinstance(value, (list, deque, set, tuple, frozenset)):
+            if not isinstance(value, tuple | frozenset):
+                self.items.append(Items(path, value))
+            for number, inner in enumerate(each_of(value)):
+                self._discover(inner, f"{path}[{number}]")
         elif isinstance(value, MethodType):
             self._discover(value.__self__, path)
             self._discover(value.__func__, path)
@@ -194,10 +186,6 @@ class Discovery(Found):
     def _add_place(self, path: str, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         self.cells.append(Variable(path, read, write))
         self._discover(self.cells[-1].before, path)
-
-    def _discover_each(self, values: Any, path: str) -> None:
-        for number, inner in enumerate(each_of(values)):
-            self._discover(inner, f"{path}[{number}]")
 
     def _discover_object(self, value: Any, path: str) -> None:
         cls = type(value)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from memfit.capture.code_reads import is_opaque, is_own
-from memfit.capture.copies import MISSING, Table, entry_of, is_plain, is_same
+from memfit.capture.copies import MISSING, Table, entry_of, function_of, is_plain, is_same
 from memfit.capture.discovery import Discovery
 from memfit.capture.training_step import TrainingStep
 from memfit.capture.unrecorded import Left, Unrecorded, holds_fakes
@@ -227,6 +227,15 @@ class Reads(Discovery):
             return
         frame = _reader()
         table.counted.setdefault(name, set()).add((frame.f_code, frame.f_lasti))
+
+    def _class_attribute(self, owner: Any, name: str, table: Table) -> None:
+        """Note a name that was found in the object's class: there, and in each base class, which super() reaches."""
+        for cls in type(owner).__mro__:
+            if cls in (object, torch.nn.Module) or is_opaque(cls) or name not in cls.__dict__:
+                continue
+            raw = cls.__dict__[name]
+            self._add_class_attribute(cls, name, raw)
+            self._discover(function_of(raw), table.name(name))
 
 
 def _is_left(value: Any, before: Any) -> bool:
