@@ -27,7 +27,7 @@ from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
-from memfit.step.hooks import Hook, WeakHook
+from memfit.step.hooks import Hook, WeakHook, remove_all
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
 from memfit.torch_private.cuda import note_resets_of_peaks
@@ -116,19 +116,12 @@ class Loop:
             note_resets_of_peaks()
         self.installed = Installed(model, blocks, rest, self.steering)
         self._is_lazy = has_lazy_parameters(model)
-        self._model_hooks = self._hooks_on(model)
+        self._model_hooks = _hooks_on(model, self.begin, self.returned)
         self._hooks: list[Any] = [
             *hooks,
             register_optimizer_step_pre_hook(WeakHook(self._before_step)),
             register_optimizer_step_post_hook(WeakHook(self._stepped)),
         ]
-
-    def _hooks_on(self, model: torch.nn.Module) -> list[Any]:
-        hooks: list[Any] = []
-        for called in model if type(model) is torch.nn.ModuleList else [model]:
-            hooks.append(called.register_forward_pre_hook(Hook(self.begin), with_kwargs=True, prepend=True))
-            hooks.append(called.register_forward_hook(Hook(self.returned)))
-        return hooks
 
     def expect_no_optimizer(self) -> None:
         """Plan from the second pass on, although no optimizer will step."""
@@ -324,10 +317,10 @@ class Loop:
         if self._compiled.why_not:
             self.warnings.warn(self._compiled.why_not, "compiled", most=1)
             return
-        self._remove(self._model_hooks)
+        remove_all(self._model_hooks)
         self.steering.is_frozen = True
         if not self._compiled.switch_on(self.begin, self.returned):
-            self._model_hooks += self._hooks_on(self.model)
+            self._model_hooks += _hooks_on(self.model, self.begin, self.returned)
         self._compiled.note_compilation()
         self.plans.leave_to_compiler(shape)
 
@@ -365,7 +358,7 @@ class Loop:
         if not planned:
             raise UnsupportedStepError("no pass was planned yet: freeze after two steps with the optimizer's update")
         self.frozen = max(planned, key=lambda shape: shape.numel)
-        self._remove_hooks()
+        remove_all(self._model_hooks, self._hooks)
         self.steering.is_frozen = True
         self._compiled.freeze()
         self.steering.present = Pass(rulings=self.frozen.rulings, has_chains=self.frozen.has_chains)
@@ -382,7 +375,7 @@ class Loop:
             else:
                 self.discard()
         finally:
-            self._remove_hooks()
+            remove_all(self._model_hooks, self._hooks)
             self._judge.close()
             self._compiled.remove()
             self.installed.remove()
@@ -390,11 +383,11 @@ class Loop:
                 self.steering.host.close()
             self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
 
-    def _remove_hooks(self) -> None:
-        self._remove(self._model_hooks)
-        self._remove(self._hooks)
 
-    def _remove(self, hooks: list[Any]) -> None:
-        for hook in hooks:
-            hook.remove()
-        hooks.clear()
+def _hooks_on(model: torch.nn.Module, begin: Callable[..., None], returned: Callable[..., None]) -> list[Any]:
+    """Call `begin` and `returned` before and after what the loop calls; return the hooks that do so."""
+    hooks: list[Any] = []
+    for called in model if type(model) is torch.nn.ModuleList else [model]:
+        hooks.append(called.register_forward_pre_hook(Hook(begin), with_kwargs=True, prepend=True))
+        hooks.append(called.register_forward_hook(Hook(returned)))
+    return hooks

@@ -17,6 +17,7 @@ from memfit.capture.optimizer import (
 from memfit.capture.training_step import with_groups
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.memory.footprint import footprint
+from memfit.step.hooks import remove_all
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.tensors import FakeTensorMode
 
@@ -54,9 +55,8 @@ class Optimizers:
             InvalidTargetError: one is no optimizer.
             UnsupportedStepError: one evaluates the loss several times in a step.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self.followed, self._hooks, self._ran_before = (), [], {}
+        remove_all(self._hooks)
+        self.followed, self._ran_before = (), {}
         for optimizer in map(innermost, optimizers):
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise InvalidTargetError(

@@ -27,7 +27,7 @@ from memfit.memory.footprint import footprint
 from memfit.memory.hard_cap import tell_of_card
 from memfit.memory.host.room import Host
 from memfit.memory.uncounted import Uncounted
-from memfit.step.hooks import Hook
+from memfit.step.hooks import Hook, remove_all
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
 from memfit.system.budget import format_bytes, is_share, on_card, parse_budget, parse_host_budget
@@ -183,9 +183,7 @@ class Eager(Uncopied):
         if self._limit is not None:
             self._limit.__exit__(*raised)
             self._limit = None  # which refers to what autograd still holds
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        remove_all(self._hooks)
         try:
             self._mode.__exit__(*raised)  # refuses what was called last, if no later call could
         finally:

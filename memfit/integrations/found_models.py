@@ -28,6 +28,7 @@ from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.integrations.held import AUTO, EAGER, GOES_ON
 from memfit.memory.contract import FIRM, Contract, Usage, Warnings, WindowKind
 from memfit.report.run_page import HeldShown
+from memfit.step.hooks import remove_all
 from memfit.system.budget import on_card
 from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
@@ -276,8 +277,7 @@ class Running:
             self._enter(module, why, own.contract.budget_bytes)
 
     def _enter(self, module: torch.nn.Module, why: str, budget: str | int) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         block = eager(module, budget=budget, host_budget=self.host_budget or 0, chunk_loss=self.chunk_loss)
         block.__enter__()
         self._eager = _InEagerMode(type(module).__name__, block, why)
@@ -322,8 +322,7 @@ class Running:
         Raises:
             MemfitError: the last step of a script that ended well took too much.
         """
-        for hook in self._hooks:
-            hook.remove()
+        remove_all(self._hooks)
         steered, self._steered = self._steered, []
         held, self._eager = self._eager, None
         refused: list[MemfitError] = []

@@ -49,6 +49,18 @@ class _Nothing:
         return None
 
 
+def remove_all(*groups: list[Any]) -> None:
+    """Remove hooks, and forget them.
+
+    Args:
+        groups: lists of what the registration of hooks has returned; they are empty then.
+    """
+    for hooks in groups:
+        for hook in hooks:
+            hook.remove()
+        hooks.clear()
+
+
 class Awaited:
     """A hook on what the model has returned: as long as it exists, a backward pass may begin there.
 
