@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -12,17 +11,15 @@ from typing import Any
 import torch
 
 from memfit.capture.lines import calling_line
-from memfit.eager_mode.again import Again, LostContentsError
+from memfit.eager_mode.again import Again, give_back
 from memfit.eager_mode.kept import Kept, Saved
 from memfit.eager_mode.operators import is_dense
 from memfit.eager_mode.passes import Passes
 from memfit.eager_mode.releasing import Releasing, settle
 from memfit.eager_mode.sources import Call, Source, Sources, flat, needed_by, tensors_given
-from memfit.errors import OverBudgetError, UnsupportedStepError
+from memfit.errors import OverBudgetError
 from memfit.memory.host.room import Host
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import taken_bytes
-from memfit.torch_private.autocast import without_autocast
 from memfit.torch_private.autograd import instead_here, no_modes, require_unwritten
 from memfit.torch_private.tensors import has_own_dispatch
 
@@ -50,6 +47,7 @@ class Contents:
         running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
             object and the mode work, when nothing else may let contents go.
         refusal: why a call that ran was refused memory.
+        target: what is being brought back for autograd, if anything is.
 
     Args:
         given_bytes: the budget, with the reserve.
@@ -81,7 +79,7 @@ class Contents:
         self.is_busy = False
         self.running: tuple[Any, Any, Any] | None = NO_CALL
         self.refusal: BaseException | None = None
-        self._target: Source | None = None  # what is being recomputed
+        self.target: Source | None = None
 
     def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
         """Note how a call made new contents."""
@@ -112,7 +110,7 @@ class Contents:
             settle(source)
             kept = self.kept.get(source)
             if kept is not None and not kept.is_there:  # the call writes to a tensor that autograd saved
-                self._give(kept, storage)
+                give_back(self.sources, kept, storage)
             if source.call is None and source.host is None and source.readers:
                 lost.add(source)
         if not lost:
@@ -123,7 +121,7 @@ class Contents:
         back = [kept for kept in staying if not kept.is_there]
         for kept in back:
             if not kept.is_there:
-                self._bring_back(kept)
+                Again(self).bring_back(kept)
         if back and self.live_bytes() + need_bytes > self.budget_bytes:
             self.make_room(need_bytes, what)
         if self.kept:
@@ -180,7 +178,7 @@ class Contents:
         if kept is None:
             kept = self.kept[source] = Kept(source)
         elif not kept.is_there:  # freed, and still held by somebody
-            self._give(kept, alias.untyped_storage())
+            give_back(self.sources, kept, alias.untyped_storage())
         saved = Saved(kept, alias)
         kept.saved.append(weakref.ref(saved))
         return saved
@@ -192,74 +190,8 @@ class Contents:
             return saved.alias
         saved.kept.source.used_at = self.calls
         if not saved.kept.is_there:
-            self._bring_back(saved.kept)
+            Again(self).bring_back(saved.kept)
         return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
-
-    def _bring_back(self, kept: Kept) -> None:
-        """Hold contents again that were freed: their storage, if somebody else still has it, or recomputed."""
-        live = kept.source.live
-        if live is not None:
-            self._give(kept, live)
-            return
-        began = time.perf_counter()
-        was_busy, self.is_busy = self.is_busy, True
-        target, self._target = self._target, kept.source
-        try:
-            with torch.no_grad(), without_autocast():
-                again = Again(self.sources, self._before_again, self._done_again, self._fetch)
-                made = again.make(kept.source)
-            if not kept.is_there:
-                self._give(kept, made.untyped_storage())
-        except LostContentsError:
-            raise _lost() from None
-        finally:
-            self.is_busy, self._target, self.running = was_busy, target, None
-            self.releasing.pinned.clear()
-        self.passes.again_seconds += time.perf_counter() - began
-
-    def _give(self, kept: Kept, storage: torch.UntypedStorage) -> None:
-        """Let autograd hold contents again.
-
-        Raises:
-            UnsupportedStepError: they are not those that were freed.
-        """
-        if storage.nbytes() != kept.source.bytes or not kept.is_as_before(storage):
-            raise _lost()
-        kept.take(storage)
-        self.sources.enter(storage, kept.source)
-
-    def _before_again(self, call: Call) -> None:
-        self.made_again += 1
-        self.releasing.pinned = {*call.inputs, *([] if self._target is None else [self._target])}
-        if self.upper_bytes + call.need_bytes > self.budget_bytes:
-            self.make_room(call.need_bytes, call.function)
-        self.upper_bytes += call.need_bytes
-        self.running = call.function, (), {}  # what it is given is pinned
-
-    def _done_again(self, call: Call, found: dict[int, torch.Tensor]) -> None:
-        """Let autograd have contents that were recomputed on the way, as long as there is room for them."""
-        self.running = None
-        for kept in self.releasing.dropped.pop(call, []):
-            tensor = found.get(kept.source.place)
-            is_its = kept.source.call is call and not kept.is_there and kept.alive()
-            if is_its and isinstance(tensor, torch.Tensor):
-                self._give(kept, tensor.untyped_storage())
-                self.kept[kept.source] = kept
-
-    def _fetch(self, source: Source) -> torch.Tensor:
-        """Copy contents back from the host, and let autograd have them if it saved them."""
-        self.releasing.pinned = set() if self._target is None else {self._target}
-        assert self.releasing.host is not None
-        need_bytes = taken_bytes(source.bytes, self.releasing.host.device)
-        self.upper_bytes = self.live_bytes()
-        if self.upper_bytes + need_bytes > self.budget_bytes:
-            self.make_room(need_bytes, "a copy back from the host")
-        self.upper_bytes += need_bytes
-        tensor = self.releasing.back(source)
-        kept = self.kept.get(source)
-        if kept is not None and not kept.is_there:
-            self._give(kept, tensor.untyped_storage())
-        return tensor
 
     def make_room(self, need_bytes: int, what: Any) -> None:
         """Let contents go until there is room for a call.
@@ -321,7 +253,7 @@ class Contents:
         """Let contents go, in the policy's order, until there is room for a call; return whether there is."""
         for kept in self.releasing.best_first(self._living, self.calls + 1):
             seconds = self.releasing.let_go(kept)
-            if self._target is None:  # or the seconds are those of what is recomputed
+            if self.target is None:  # or the seconds are those of what is recomputed
                 self.passes.again_seconds += seconds
             self.upper_bytes = self.live_bytes()
             if self.upper_bytes + need_bytes <= self.budget_bytes:
@@ -388,11 +320,3 @@ def _given(sources: Sources, args: Any, kwargs: Any) -> set[Source]:
     dense = [tensor for tensor in tensors_given((args, kwargs)) if is_dense(tensor)]
     found = (sources.find(tensor.untyped_storage()) for tensor in dense)
     return {source for source in found if source is not None}
-
-
-def _lost() -> UnsupportedStepError:
-    return UnsupportedStepError(
-        f"{calling_line()}: what autograd saved cannot be recomputed with the same contents: something that it is made "
-        "of was written to where torch's operators do not show it (NumPy, another thread, a kernel of another "
-        "library), or its kernels do not give the same bits twice; give a budget in which it stays"
-    )
