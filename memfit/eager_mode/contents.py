@@ -42,6 +42,7 @@ class Contents:
         freed_within_bytes: while calls ran.
         on_freed: called with the bytes that were freed each time while a call ran.
         releasing: what of them goes first, and how.
+        reserve_bytes: of the budget, for the mode's own numbers.
         stranded_bytes: of the budget, that no call can use.
         is_busy: whether calls are made that are none of the loop's.
         running: the call (operator, args, kwargs) that runs now, or `NO_CALL` outside of all calls; None while this
@@ -54,7 +55,7 @@ class Contents:
         live_bytes: see above.
         model_bytes: returns what parameters, buffers and gradients take of it.
         host: where contents are copied to; None if that is nowhere.
-        reserve_bytes: of the budget, for the mode's own numbers.
+        reserve_bytes: see above.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Contents:
         host: Host | None,
         reserve_bytes: int,
     ) -> None:
-        self._given_bytes, self._reserve_bytes, self.stranded_bytes = given_bytes, reserve_bytes, 0
+        self._given_bytes, self.reserve_bytes, self.stranded_bytes = given_bytes, reserve_bytes, 0
         self.budget_bytes = self.upper_bytes = given_bytes - reserve_bytes
         self.live_bytes = live_bytes
         self._model_bytes = model_bytes
@@ -214,7 +215,7 @@ class Contents:
             self.upper_bytes = self.live_bytes()
             if self.upper_bytes + need_bytes <= self.budget_bytes or self._let_go_for(need_bytes):
                 return
-        used_bytes = self.upper_bytes + self._reserve_bytes
+        used_bytes = self.upper_bytes + self.reserve_bytes
         if used_bytes + need_bytes <= self._given_bytes - self.stranded_bytes:  # what else is unused may be of use
             return
         raise OverBudgetError(
@@ -303,7 +304,7 @@ class Contents:
         return (
             f"{format_bytes(model_bytes)} by parameters, buffers and gradients, {format_bytes(saved_bytes)} by what "
             f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds, "
-            f"{format_bytes(self._reserve_bytes)} by memfit"
+            f"{format_bytes(self.reserve_bytes)} by memfit"
         )
 
 

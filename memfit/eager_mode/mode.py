@@ -20,14 +20,12 @@ from memfit.eager_mode.aside import Aside, raise_refusal
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Need, Needs
 from memfit.eager_mode.operators import FOREIGN, ONCE, VIEW, WRITES, Operator, Unread
+from memfit.eager_mode.pages import Pages
 from memfit.eager_mode.passes import Way
 from memfit.eager_mode.sources import Call, Sources
 from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import Aim, Contract, Standing
-from memfit.memory.contract import Usage as Taken
 from memfit.memory.host.room import Host
 from memfit.step.turns import Turn
-from memfit.system.recorder import Usage, empty_cache, page_bytes, record
 from memfit.torch_private.autocast import autocast_watched
 from memfit.torch_private.autograd import (
     UnwrappedMode,
@@ -37,10 +35,7 @@ from memfit.torch_private.autograd import (
     is_on,
     saved_leaves_themselves,
 )
-from memfit.torch_private.cuda import LastStream
 
-_UNUSED_BLOCKS = 2  # of the largest size, which the allocator may leave unused beyond what a pass has shown
-_UNUSED_SHARE = 1 / 3  # of the budget, in the allocator's pages on CUDA, before a pass has shown it
 _RESERVE_BYTES = {"cpu": 1 << 13, "cuda": 1 << 23}  # of the budget, for the mode's own numbers, and for checksums
 _FORGET_EVERY = 4096  # calls
 _CALM_SHARE = 4  # the mode is calm while less than one part in so many of the budget's free bytes is taken
@@ -56,8 +51,7 @@ class BudgetMode(UnwrappedMode):
         model_bytes: returns what parameters, buffers and gradients take of it.
         needs: of calls on the device.
         host: where contents are copied to; None if that is nowhere.
-        may_grow: whether the policy gets more of the budget where passes leave some: not where torch's allocator takes
-            whole blocks, of which more may be unused then.
+        may_grow: see `Pages`.
         modules: of the model, if the mode may be off in backward passes and updates.
     """
 
@@ -73,15 +67,9 @@ class BudgetMode(UnwrappedMode):
         modules: Sequence[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        self._device = needs.device
         self.contents = Contents(budget_bytes, live_bytes, model_bytes, host, _RESERVE_BYTES[needs.device.type])
-        self._last_stream = LastStream(needs.device)
-        self._contract: Contract | None = None
-        if needs.device.type == "cuda":
-            self._contract = Contract(budget_bytes, page_bytes=page_bytes(needs.device))
-            self._may_grow = may_grow
-            self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * budget_bytes), is_most=not may_grow)
-            self._aim(self._contract.aim_bytes(self._standing))
+        is_on_cuda = needs.device.type == "cuda"
+        self._pages = Pages(budget_bytes, self.contents, needs, may_grow=may_grow) if is_on_cuda else None
         self.needs, self.passes = needs, self.contents.passes
         self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
         self._operators: dict[int, Operator] = {}
@@ -91,7 +79,7 @@ class BudgetMode(UnwrappedMode):
         self._is_noting = True  # and the hooks are on
         self._unread = Unread()
         self._quiet_passes = 0
-        self._watch_bytes = self._calm_bytes()
+        self._watch_bytes = _calm_bytes(self.contents)
         self._thread: threading.Thread | None = None  # that is in the block
         self._turn = Turn()  # to read what autograd saved
         self._aside = None if modules is None else Aside(self, self.contents, modules, self._was_off)
@@ -113,7 +101,8 @@ class BudgetMode(UnwrappedMode):
         if self._aside is not None:
             self._patches.enter_context(self._aside)
         self.passes.begin(is_noted=True)
-        self._open()
+        if self._pages is not None:
+            self._pages.open()
         return self
 
     def __exit__(self, *raised: Any) -> None:
@@ -121,7 +110,8 @@ class BudgetMode(UnwrappedMode):
         if self._was_backward:
             self._was_backward = False
             self.passes.end()
-        self._close()
+        if self._pages is not None:
+            self._pages.close()
         if self._is_noting:
             self._hooks.__exit__(*raised)
         self._patches.close()
@@ -299,60 +289,24 @@ class BudgetMode(UnwrappedMode):
         if most_bytes > self._watch_bytes:
             self._quiet_passes, self._watch_bytes = 0, self.contents.budget_bytes
 
-    def _aim(self, aim_bytes: int) -> None:
-        self._aim_bytes = aim_bytes
-        self.contents.stranded_bytes = self._last_stream.stranded_bytes
-        unusable_bytes = _RESERVE_BYTES[self._device.type] + self.contents.stranded_bytes
-        self.contents.budget_bytes = aim_bytes - unusable_bytes
-
     def follow_stream(self, *_: Any) -> None:
         """Leave out of the budget what torch's allocator keeps for other streams than the current one."""
-        self._last_stream.follow(follows_thread=False)
-        self._aim(self._aim_bytes)
+        if self._pages is not None:
+            self._pages.follow_stream()
         self._watch_bytes = min(self._watch_bytes, self.contents.budget_bytes)
-
-    def _open(self) -> None:
-        """Begin to measure a pass, where an allocator takes more than is live."""
-        self._window = record(self._device).begin() if self._contract is not None else None
-
-    def _close(self) -> Usage | None:
-        window, self._window = self._window, None
-        return None if window is None else window.close()
-
-    def _judge(self) -> None:
-        """Leave the allocator as much of the budget as the last pass has shown to be unused in its pages."""
-        usage, contract = self._close(), self._contract
-        if usage is not None and contract is not None:
-            taken = Taken(taken_bytes=usage.most_taken_bytes, live_bytes=usage.most_live_bytes)
-            verdict = contract.judge(self._standing, taken, self._aim_bytes)
-            if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
-                if verdict.is_larger:  # what is unused does not grow evenly: by some blocks at once
-                    more_bytes = verdict.aim_bytes - self._aim_bytes - _UNUSED_BLOCKS * self.needs.largest_bytes
-                    aim_bytes = self._aim_bytes + max(0, more_bytes) // 2
-                else:
-                    aim_bytes = verdict.aim_bytes
-                    empty_cache(self._device)
-                if aim_bytes != self._aim_bytes:
-                    self._standing.replace_plan(is_least=False, is_most=not self._may_grow)
-                    self._aim(aim_bytes)
-        self._open()
 
     def _end_pass(self) -> None:
         """Begin another pass: what autograd held of the last one is gone."""
         self._was_backward = False
-        self._judge()
+        if self._pages is not None:
+            self._pages.judge()
         self.passes.end()
         self.contents.forget()
         is_quiet = self._watch_bytes < self.contents.budget_bytes and not self.contents.kept
         self._quiet_passes = self._quiet_passes + 1 if is_quiet else 0
-        self._watch_bytes = self._calm_bytes()
+        self._watch_bytes = _calm_bytes(self.contents)
         self._set_noting(is_wanted=self._quiet_passes < _QUIET_PASSES)
         self.passes.begin(is_noted=self._is_noting)
-
-    def _calm_bytes(self) -> int:
-        """Return the bytes below which a pass stays quiet."""
-        live_bytes, budget_bytes = self.contents.live_bytes(), self.contents.budget_bytes
-        return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
 
     def _look(self, need_bytes: int, what: Any) -> None:
         """Look at what is live, before a call that may not fit; note calls from here on if they have to be noted.
@@ -392,3 +346,9 @@ class BudgetMode(UnwrappedMode):
             self.contents.sources = Sources()
         self._is_noting = is_wanted
         return True
+
+
+def _calm_bytes(contents: Contents) -> int:
+    """Return the bytes below which a pass stays quiet."""
+    live_bytes, budget_bytes = contents.live_bytes(), contents.budget_bytes
+    return min(budget_bytes, live_bytes + (budget_bytes - live_bytes) // _CALM_SHARE)
