@@ -167,7 +167,12 @@ class Counts:
         return f"{self.length}_counts.{self.func}"
 
     def fake(self, values: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the fake of its result."""
+        """Return the fake of its result.
+
+        Args:
+            values: the numbers that are counted, as a fake.
+            weights: what each of them counts, in their order; 1 each if None.
+        """
         weighted = torch.float32 if weights is not None and weights.dtype == torch.float32 else torch.float64
         return values.new_empty(self.length, dtype=torch.int64 if weights is None else weighted)
 

@@ -65,7 +65,12 @@ class ShardReductions(Reductions):
         return fake in self._shards.parts
 
     def enter(self, update: UpdateCall, *, is_at_once: bool) -> dict[torch.Tensor, Value]:  # noqa: ARG002
-        """Enter the calls: as `Reductions.enter`, but each part is waited for at once."""
+        """Enter the calls, and return what `Reductions.enter` does.
+
+        Args:
+            update: makes the updates of parameters.
+            is_at_once: changes nothing here: each part is waited for at once.
+        """
         ready = {each.name: each for each in self._ready}
         opened = [
             self._opened(group, ready) for group in self._sharded.groups if not ready.keys().isdisjoint(group.names)

@@ -133,7 +133,11 @@ class Hosted:
         return {}
 
     def absent(self, own: int | None, last: int) -> list[int]:
-        """As `Group.absent`."""
+        """Return the calls whose inputs are not there at a moment; the latest one before a backward pass is.
+
+        Args:
+            own, last: see `Group.absent`.
+        """
         if own is None:
             return [call for call in self.calls if call < last]
         before = [call for call in self.calls if call < own]

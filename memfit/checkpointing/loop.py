@@ -134,7 +134,11 @@ class Loop:
     # -- windows
 
     def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any = None) -> None:  # none: removed in this call
-        """Begin a window with a call of the model, unless it is part of the one that is open."""
+        """Begin a window with a call of the model, unless it is part of the one that is open.
+
+        Args:
+            args, kwargs: that the model is called with; their tensors are the batch, whose size chooses the plan.
+        """
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
         self.calls += 1
@@ -181,10 +185,9 @@ class Loop:
 
     def _begin(self, given: Any, *, is_training: bool) -> None:
         self.end()
+        self._is_lazy = self._is_lazy and has_lazy_parameters(self.model)
         if self._is_lazy:  # its first call makes the parameters: it runs as it is
-            self._is_lazy = has_lazy_parameters(self.model)
-            if self._is_lazy:
-                return
+            return
         if self.installed.is_outdated:
             self._install_again()
         self._numel = sum(tensor.numel() for tensor in tensors_reached(given))
@@ -217,7 +220,11 @@ class Loop:
         self.installed = Installed(self.model, blocks, rest, self.steering)
 
     def returned(self, _model: torch.nn.Module, _args: Any, output: Any) -> None:
-        """Look for the beginning of the backward pass, which first reaches what the model has returned."""
+        """Look for the beginning of the backward pass, which first reaches what the model has returned.
+
+        Args:
+            output: of the model's call; tensors at any depth of it count.
+        """
         self._awaited.is_in_call = False
         if not torch.is_grad_enabled() or self.frozen is not None or self.is_paused:
             return
@@ -263,8 +270,7 @@ class Loop:
         if recorder is not None and lean is not None and not self._judge.begins_to_share(recorder.groups):
             assert self._shape is not None
             self.plans.learn(self._shape, recorder, lean, usage)
-        shape, predicted_bytes = self._shape, self._predicted_bytes
-        self._predicted_bytes = None
+        shape, predicted_bytes, self._predicted_bytes = self._shape, self._predicted_bytes, None
         if not self.is_judging:
             return
         if present is not None and shape is not None and not self._judge.is_shared:

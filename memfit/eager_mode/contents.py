@@ -83,7 +83,13 @@ class Contents:
         self.target: Source | None = None
 
     def note(self, call: Call, args: Any, kwargs: Any, returned: Any) -> None:
-        """Note how a call made new contents."""
+        """Note how a call made new contents.
+
+        Args:
+            call: not read yet.
+            args, kwargs: that make the same results when it is run again.
+            returned: by the operator; only tensors on storages that are not known yet are new.
+        """
         new: list[tuple[int, torch.UntypedStorage]] = []
         for place, each in enumerate(flat(returned)):
             if isinstance(each, torch.Tensor) and is_dense(each):
@@ -101,7 +107,17 @@ class Contents:
             self.sources.made(storage, call, place).used_at = call.number
 
     def before_writes(self, written: list[torch.Tensor], need_bytes: int, what: Any) -> None:
-        """Make again what could not be recomputed after these tensors are written to, and keep it until they are."""
+        """Make again what could not be recomputed after these tensors are written to, and keep it until they are.
+
+        Args:
+            written: what the next call writes to.
+            need_bytes: that this call takes, for which there is room at the end.
+            what: is called, for the error.
+
+        Raises:
+            OverBudgetError: the call does not fit beside what is kept.
+            UnsupportedStepError: something could not be recomputed.
+        """
         lost: set[Source] = set()
         for tensor in written:
             storage = tensor.untyped_storage()
@@ -139,7 +155,13 @@ class Contents:
         return list(staying.values())
 
     def note_writes(self, call: Call | None, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
-        """Note that a call has written to tensors, and how, if it was one whose contents could be recomputed."""
+        """Note that a call has written to tensors, and how, if it was one whose contents could be recomputed.
+
+        Args:
+            call: not read yet; None if it is not to be run again.
+            args, kwargs: that it was given.
+            written: the tensors among these that it wrote to.
+        """
         self.releasing.held_back = frozenset()
         everything = tensors_given((args, kwargs))
         for tensor in written:

@@ -147,7 +147,12 @@ class Unread:
         return bool(found.decomposed)
 
     def note(self, func: Any, returned: Any) -> None:
-        """Remember the vectors that a call has returned."""
+        """Remember the vectors that a call has returned.
+
+        Args:
+            func: the operator, which says where its vectors stand.
+            returned: by it; only weak references to storages are kept.
+        """
         self._vectors = [StorageWeakRef(each.untyped_storage()) for each in vectors_in(func, returned)]
 
     def require_read(self) -> None:
