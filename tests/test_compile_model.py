@@ -448,29 +448,34 @@ def test_each_model_that_is_compiled_is_checked_at_its_first_update() -> None:
     train(late, models[2])
 
 
-def _blocks_and_optimizer() -> tuple[list[nn.Module], torch.optim.Optimizer]:
+def _blocks_and_optimizer(*, are_compiled: bool = True) -> tuple[list[nn.Module], torch.optim.Optimizer]:
     from memfit.dynamo.lookup import memfit_backend
 
     torch.manual_seed(0)
     blocks: list[nn.Module] = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
-    for block in blocks:
+    for block in blocks if are_compiled else ():
         block.compile(backend=memfit_backend, options={"budget": "64MiB", "reserve": 0, "planner": "none"})
     return blocks, torch.optim.SGD([each for block in blocks for each in block.parameters()], lr=0.1)
 
 
 @pytest.mark.parametrize("sets_to_none", [False, True])
 def test_blocks_that_were_not_called_yet_are_checked_at_their_first_gradients(sets_to_none: bool) -> None:
-    blocks, optimizer = _blocks_and_optimizer()
-    for called in ((0,), (1, 0), (0, 1, 2)):
-        optimizer.zero_grad(set_to_none=sets_to_none)
-        values = torch.randn(3, 4)
-        for number in called:
-            values = blocks[number](values)
-        values.sum().backward()
-        if not sets_to_none:
-            for parameter in (each for block in blocks for each in block.parameters() if each.grad is None):
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+    trained: list[list[nn.Parameter]] = []
+    for are_compiled in (False, True):
+        blocks, optimizer = _blocks_and_optimizer(are_compiled=are_compiled)
+        parameters = [each for block in blocks for each in block.parameters()]
+        for called in ((0,), (1, 0), (0, 1, 2)):
+            optimizer.zero_grad(set_to_none=sets_to_none)
+            values = torch.randn(3, 4)
+            for number in called:
+                values = blocks[number](values)
+            values.sum().backward()
+            if not sets_to_none:
+                for parameter in (each for each in parameters if each.grad is None):
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        trained.append(parameters)
+    assert all(map(torch.equal, *trained)), "no update was refused, and each is eager's"
 
 
 def test_a_model_whose_methods_train_is_refused_where_graphs_of_others_run() -> None:
@@ -486,10 +491,14 @@ def test_a_model_whose_methods_train_is_refused_where_graphs_of_others_run() -> 
 
 
 def test_weights_that_are_computed_of_parameters_reach_a_graph() -> None:
-    (block, *_), optimizer = _blocks_and_optimizer()
-    computed = {name: each * 0.5 for name, each in block.named_parameters()}
-    torch.func.functional_call(block, computed, (torch.randn(3, 4),)).sum().backward()
-    optimizer.step()
+    trained: list[list[nn.Parameter]] = []
+    for are_compiled in (False, True):
+        (block, *_), optimizer = _blocks_and_optimizer(are_compiled=are_compiled)
+        computed = {name: each * 0.5 for name, each in block.named_parameters()}
+        torch.func.functional_call(block, computed, (torch.randn(3, 4),)).sum().backward()
+        optimizer.step()
+        trained.append(list(block.parameters()))
+    assert all(map(torch.equal, *trained)), "the update was not refused, and is eager's"
 
 
 def test_updates_without_a_graph_between_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

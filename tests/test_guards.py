@@ -877,23 +877,34 @@ def test_contexts_around_a_step_are_refused(context: Callable[[], Any], message:
     assert len(step.plans) == 1
 
 
-def test_the_default_dtype_and_deterministic_algorithms_are_guarded() -> None:
-    def set_dtype(dtype: torch.dtype) -> Change:
-        return lambda _own: torch.set_default_dtype(dtype)
+SETTINGS_OF_TORCH: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], Any]]] = {
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, lambda _before: torch.float64),
+    "deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        lambda before: not before,
+    ),
+    # ops are measured anew for other threads, which leaves the generators where they are
+    "threads": (torch.get_num_threads, torch.set_num_threads, lambda before: before + 1),
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS_OF_TORCH))
+def test_the_settings_of_torch_are_guarded(name: str) -> None:
+    read, set_to, other = SETTINGS_OF_TORCH[name]
+    before = read()
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        return (functional.cross_entropy(model(batch[0]), batch[1]) + torch.tensor([0.1]).sum()).float()
+        return functional.cross_entropy(model(batch[0]), batch[1]) * torch.tensor([0.1]).element_size()
+
+    def back(_own: Case) -> None:
+        set_to(before)
 
     try:
-        follow(lambda: case(loss=loss), set_dtype(torch.float64), back=set_dtype(torch.float32))
+        planned = follow(lambda: case(loss=loss), lambda _own: set_to(other(before)), back=back, start=back)
     finally:
-        torch.set_default_dtype(torch.float32)
-    threads = torch.get_num_threads()
-    try:
-        # ops are measured anew for other threads, which leaves the generators where they are
-        follow(case, lambda _own: torch.set_num_threads(threads + 1), start=lambda _own: torch.set_num_threads(threads))
-    finally:
-        torch.set_num_threads(threads)
+        set_to(before)
+    assert len(planned.plans) == 2
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
