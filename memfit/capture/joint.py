@@ -145,13 +145,7 @@ class _JointCapture:
         if between is not None:
             self.trace.add_check("between_halves", between, [v for v in departures if isinstance(v, Value)])
         position = len(self.trace.calls)
-        self.phase = Phase.BACKWARD
-        self._part_tangents(primals, tangents)
-        for number, node in enumerate(tangents):
-            if isinstance(node.meta.get("val"), torch.Tensor) and node.users:
-                self.trace.add_arrival(self._argument(node), key=number, name=f"tangent_{number}")
-        for node in self._backward_order(forward):
-            self._call(node)
+        self._enter_backward(primals, tangents, forward)
         gradients = [self._value(node) for node in self.backward_outputs]
         if written_by_others is not None:
             inputs = [each for each in self.trace.residents if each.origin is Origin.INPUT]
@@ -179,6 +173,15 @@ class _JointCapture:
             forward_outputs=tuple(renumbered.get(f"output:{i}", v) for i, v in enumerate(departures)),
             backward_outputs=tuple(renumbered.get(f"gradient:{i}", v) for i, v in enumerate(gradients)),
         )
+
+    def _enter_backward(self, primals: list[Node], tangents: list[Node], forward: set[Node]) -> None:
+        self.phase = Phase.BACKWARD
+        self._part_tangents(primals, tangents)
+        for number, node in enumerate(tangents):
+            if isinstance(node.meta.get("val"), torch.Tensor) and node.users:
+                self.trace.add_arrival(self._argument(node), key=number, name=f"tangent_{number}")
+        for node in self._backward_order(forward):
+            self._call(node)
 
     def _keep_what_is_made_of(
         self, written: set[int], forward: Sequence[TracedCall], backward: Sequence[TracedCall]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from memfit.commands import options
@@ -269,14 +270,19 @@ def _answer(
         **({"plan file" if _is_of_graph(planned) else "policy file": str(save)} if save else {}),
         **({"report": str(report)} if report else {}),
     }
+    by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
+    sides = _sides(baseline, run, facts.predicted, measured.overhead_text)
+    parts = (rows_table(rows), Text(), *by_part, sides)
+    return Answer(target=target, device=facts.device, keys=keys, parts=parts)
+
+
+def _sides(baseline: dict[str, Any], run: dict[str, Any], predicted: dict[str, Any], overhead: str) -> Table:
+    """Return eager's, the planned step's and the predicted figures side by side."""
     texts = (("peak", "peak_bytes", format_bytes), ("reserved", "reserved_bytes", format_bytes))
     cells = [
-        (name, *("-" if side.get(key) is None else text(side[key]) for side in (baseline, run, facts.predicted)))
+        (name, *("-" if side.get(key) is None else text(side[key]) for side in (baseline, run, predicted)))
         for name, key, text in (*texts, ("step", "step_seconds", seconds_text))
     ]
-    predicted = facts.predicted["overhead"]
-    cells.append(("overhead", "-", measured.overhead_text, "-" if predicted is None else change_text(predicted)))
-    columns = ("", "eager, measured", "planned, measured", "planned, predicted")
-    by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
-    parts = (rows_table(rows), Text(), *by_part, columns_table(columns, cells))
-    return Answer(target=target, device=facts.device, keys=keys, parts=parts)
+    foreseen = predicted["overhead"]
+    cells.append(("overhead", "-", overhead, "-" if foreseen is None else change_text(foreseen)))
+    return columns_table(("", "eager, measured", "planned, measured", "planned, predicted"), cells)

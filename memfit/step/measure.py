@@ -96,10 +96,21 @@ def measure_step(planned: MeasurableStep, batch: Any, *, repeats: int | None = N
                 if number:
                     copies = planned.transfers.since(began)
                     taken[name].append(_Taken(usage=usage, held_bytes=held_bytes, seconds=seconds, transfers=copies))
-        mine, eagers = taken["planned"], taken["eager"]
-        reserved = _reserved_bytes(planned, batch) if mine[0].usage.reserved_bytes is not None else None
+        has_reserved = taken["planned"][0].usage.reserved_bytes is not None
+        reserved = _reserved_bytes(planned, batch) if has_reserved else None
         resident = resident_bytes(planned, batch)  # while the optimizer's state is there
-    pairs = _pairs(taken)
+    return _measured(taken, resident, reserved)
+
+
+def _measured(taken: dict[str, list[_Taken]], resident: int, reserved: int | None) -> Measured:
+    """Return medians of seconds and maxima of bytes.
+
+    Args:
+        taken: by eager and planned steps.
+        resident: bytes that are there between steps.
+        reserved: bytes of the allocator, where they are measured.
+    """
+    mine, eagers, pairs = taken["planned"], taken["eager"], _pairs(taken)
     median = sorted(mine, key=lambda one: one.seconds)[(len(mine) - 1) // 2]
     peak_bytes = resident + max(one.peak_bytes for one in mine)
     return Measured(
