@@ -7,16 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from _rank_libraries import (
-    accelerate,
-    adapted_library_model,
-    fsdp2_arguments,
-    lightning,
-    peft,
-    trainer,
-    trl,
-)
+from _rank_libraries import accelerate, lightning
 from _rank_rows import HABITS, WRAPPERS, Row, fitted, own, pipeline_1f1b, pipeline_gpipe
+from _rank_trainers import adapted_library_model, fsdp2_arguments, peft, trainer, trl
 
 OWN = "own"
 
