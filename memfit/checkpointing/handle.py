@@ -11,6 +11,7 @@ from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import to_plain
 from memfit.checkpointing.reporting import Report, SizeReport
 from memfit.errors import BudgetNotHeldError
+from memfit.memory.contract import Contract
 from memfit.step.hooks import Hook
 from memfit.system.budget import format_bytes
 from memfit.torch_private.autograd import has_modes
@@ -106,10 +107,16 @@ class Checkpointed:
         try:
             loop.end()
         except BudgetNotHeldError as refusal:
-            budget_bytes = loop.contract.budget_bytes
-            took = f"a step took {format_bytes(budget_bytes + refusal.over_bytes)} with all checkpoints"
-            return f"{took}, more than the budget of {format_bytes(budget_bytes)}"
+            return _not_held("took", loop.contract.budget_bytes + refusal.over_bytes, loop.contract)
         return ""
+
+    def why_begin_elsewhere(self) -> str:
+        """Return why no plan is predicted to hold the step that begins, where none was made; empty if one is."""
+        loop = self._loop
+        if loop.contract is None or not loop.contract.is_resolved or loop.is_between() or has_modes():
+            return ""
+        least_bytes = loop.plans.least_bytes(loop.live_bytes() - loop.other_bytes)
+        return _not_held("would take", least_bytes, loop.contract) if least_bytes > loop.contract.budget_bytes else ""
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch from now on, and measure no more: the model can then be compiled."""
@@ -118,6 +125,11 @@ class Checkpointed:
     def close(self) -> None:
         """End the budget, and leave the model as it was before."""
         self._loop.close()
+
+
+def _not_held(takes: str, size_bytes: int, contract: Contract) -> str:
+    size, budget = format_bytes(size_bytes), format_bytes(contract.budget_bytes)
+    return f"a step {takes} {size} with all checkpoints, more than the budget of {budget}"
 
 
 def loops_of(model: torch.nn.Module) -> list[Loop]:

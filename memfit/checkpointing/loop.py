@@ -13,6 +13,7 @@ from memfit.capture.optimizer import changes_parameters
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
+from memfit.checkpointing.first_passes import FirstPass, first_pass
 from memfit.checkpointing.installed import Installed, refuse_others
 from memfit.checkpointing.judging import Judge
 from memfit.checkpointing.passes import Pass
@@ -27,7 +28,7 @@ from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
-from memfit.step.hooks import Hook, WeakHook, remove_all
+from memfit.step.hooks import WeakHook, hooks_around, remove_all
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
 from memfit.torch_private.cuda import note_resets_of_peaks
@@ -116,7 +117,7 @@ class Loop:
             note_resets_of_peaks()
         self.installed = Installed(model, blocks, rest, self.steering)
         self._is_lazy = has_lazy_parameters(model)
-        self._model_hooks = _hooks_on(model, self.begin, self.returned)
+        self._model_hooks = hooks_around(model, self.begin, self.returned)
         self._hooks: list[Any] = [
             *hooks,
             register_optimizer_step_pre_hook(WeakHook(self._before_step)),
@@ -133,11 +134,12 @@ class Loop:
 
     # -- windows
 
-    def begin(self, _model: torch.nn.Module, args: Any, kwargs: Any = None) -> None:  # none: removed in this call
+    def begin(self, called: torch.nn.Module, args: Any, kwargs: Any = None) -> None:  # none: removed in this call
         """Begin a window with a call of the model, unless it is part of the one that is open.
 
         Args:
-            args, kwargs: that the model is called with; their tensors are the batch, whose size chooses the plan.
+            called: the model, or one of the models.
+            args, kwargs: that it is called with; their tensors are the batch, whose size chooses the plan.
         """
         if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
             return
@@ -145,6 +147,8 @@ class Loop:
         self._awaited.is_in_call = True
         if not self.is_between():
             self._begin((args, kwargs), is_training=torch.is_grad_enabled() and self.model.training)
+        if (present := self.steering.present) is not None and present.first is not None:
+            present.first.enter(called)
 
     def is_between(self) -> bool:
         """Return whether a call now is part of the window that is open: the backward pass of an earlier one is to come.
@@ -233,6 +237,7 @@ class Loop:
             return
         if self.steering.present.recorder is not None:
             self.steering.present.recorder.has_returned = True
+        self.steering.present.make_room()
         self.steering.present.let_leave()
         self.steering.present.link = None  # or the last input would be held until the end of backward
         self._awaited.expect(output)
@@ -326,7 +331,7 @@ class Loop:
         remove_all(self._model_hooks)
         self.steering.is_frozen = True
         if not self._compiled.switch_on(self.begin, self.returned):
-            self._model_hooks += _hooks_on(self.model, self.begin, self.returned)
+            self._model_hooks += hooks_around(self.model, self.begin, self.returned)
         self._compiled.note_compilation()
         self.plans.leave_to_compiler(shape)
 
@@ -341,12 +346,12 @@ class Loop:
             start_bytes, dividing = now_bytes - self.bytes_to_come, groups_that_divide(self.model)
             recorder = LeanRecorder(self.device, start_bytes, uncounted_bytes, own, dividing)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
-            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
+            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, first=self._first(recorder.left))
         lean = shape.lean
         assert lean is not None
         if self.plans.given is None and self._updates.to_come and self._judge.may_wait:
             may_again = [call.block for call in lean.calls if not call.must_stay]
-            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL))
+            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL), first=self._first())
         if self.is_judging or shape.planned is None:
             self.plans.renew(shape, now_bytes)
         self.installed.show_inside(self.plans.steered)
@@ -356,6 +361,10 @@ class Loop:
         is_fixed = shape.is_shared or self.plans.given is not None
         planned = None if is_fixed else lean.given_by_block()
         return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
+
+    def _first(self, *left: Callable[[int], None]) -> FirstPass | None:
+        contract = None if self._compiled or self.plans.given is not None else self.contract
+        return first_pass(contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, *left)
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch for all later passes, and measure no more."""
@@ -388,12 +397,3 @@ class Loop:
             if self.steering.host is not None:
                 self.steering.host.close()
             self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
-
-
-def _hooks_on(model: torch.nn.Module, begin: Callable[..., None], returned: Callable[..., None]) -> list[Any]:
-    """Call `begin` and `returned` before and after what the loop calls; return the hooks that do so."""
-    hooks: list[Any] = []
-    for called in model if type(model) is torch.nn.ModuleList else [model]:
-        hooks.append(called.register_forward_pre_hook(Hook(begin), with_kwargs=True, prepend=True))
-        hooks.append(called.register_forward_hook(Hook(returned)))
-    return hooks

@@ -13,6 +13,7 @@ import torch
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.choices import FULL, NONE, Rule
 from memfit.checkpointing.contexts import KeepRule
+from memfit.checkpointing.first_passes import FirstPass
 from memfit.checkpointing.groups import INPUT_RULES
 from memfit.checkpointing.reached import Reach, reach_of_tables
 from memfit.checkpointing.recording import LeanRecorder
@@ -83,6 +84,7 @@ class Pass:
     Attributes:
         rulings: by the name of the module.
         recorder: of a lean pass.
+        first: holds what is kept beside its checkpoints, of a pass without a plan.
         link: of the call of a block that was last, where inputs are chained.
         has_chains: whether any are, or inputs go to the host.
         calls: of each block so far.
@@ -96,6 +98,7 @@ class Pass:
 
     rulings: Mapping[str, Ruling]
     recorder: LeanRecorder | None = None
+    first: FirstPass | None = None
     link: Link | None = None
     has_chains: bool = False
     calls: Counter[str] = field(default_factory=Counter[str])
@@ -123,6 +126,11 @@ class Pass:
             return ruling
         seen = self.planned.get(spot.name, ())
         return ruling if nth < len(seen) and given_bytes <= seen[nth] else FULL
+
+    def make_room(self) -> None:
+        """Keep the device's memory within the budget, if nothing is planned."""
+        if self.first is not None:
+            self.first.make_room()
 
     def let_leave(self) -> None:
         """Let the device's memory of the input go that goes to the host."""

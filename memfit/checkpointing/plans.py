@@ -77,6 +77,24 @@ class Plans:
         """Whether a plan was made."""
         return any(shape.planned is not None for shape in self.shapes.values())
 
+    def least_bytes(self, now_bytes: int) -> int:
+        """Return what a pass that begins is predicted to take at least, if all that were measured are like it.
+
+        Args:
+            now_bytes: that are live.
+
+        Returns:
+            0 where passes differ, or one was planned.
+        """
+        if self.has_any or len({(size, form) for size, _, form in self.shapes}) != 1:
+            return 0
+        least = [
+            shape.planner.plan(0, now_bytes - shape.lean.start_bytes).predicted_bytes
+            for shape in self.shapes.values()
+            if shape.planner is not None and shape.lean is not None
+        ]
+        return max(least, default=0)
+
     def shape_of(self, numel: int, kind: WindowKind, form: int) -> Shape:
         """Return what is known of passes of a size, kind and form: nothing, if none was as large.
 

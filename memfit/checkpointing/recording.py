@@ -64,6 +64,7 @@ class LeanRecorder:
         self._last_output: weakref.ref[torch.Tensor] | None = None
         self._timed: list[tuple[OpSeen, Stopwatch]] = []
         self._segment: Record | None = None
+        self._absent_bytes = self._peak_bytes = 0
         self._where: tuple[int, int | None, int | None, int | None] = (-1, None, None, None)
         self._forward_now: int | None = None  # the call whose forward pass runs
         self._kept_now: int | None = None  # the call whose forward pass runs, if it is kept
@@ -198,16 +199,32 @@ class LeanRecorder:
         """
         self._timed.append((op, watch))
 
+    def left(self, size_bytes: int) -> None:
+        """Count bytes that this pass alone has on the host as if they were on the device.
+
+        Args:
+            size_bytes: that have left the device; negative if they come back.
+        """
+        self._measure()
+        self._absent_bytes += size_bytes
+        if not self._is_over:
+            self._segment = record(self.device).begin()
+
     def _cut(self, own: int | None) -> None:
         self._close()
         self._where = max(self._alive, default=-1), own, self._forward_now, self._kept_now
         self._segment = record(self.device).begin()
 
+    def _measure(self) -> None:
+        if self._segment is not None:
+            usage, self._segment = self._segment.close(), None
+            self._peak_bytes = max(self._peak_bytes, usage.most_live_bytes + self._absent_bytes)
+
     def _close(self) -> None:
         if self._segment is None:
             return
-        usage, self._segment = self._segment.close(), None
+        self._measure()
         last, own, forward, kept = self._where
-        peak_bytes = self._uncounted_bytes + usage.most_live_bytes - self._created_bytes
+        peak_bytes, self._peak_bytes = self._uncounted_bytes + self._peak_bytes - self._created_bytes, 0
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes, forward=forward))
         self._kept_in.append(kept)

@@ -91,6 +91,7 @@ class Steering:
 
     def _steered(self, present: Pass, call: _Call) -> Any:
         spot, args, kwargs = call.spot, call.args, call.kwargs
+        present.make_room()
         if spot.is_block:
             present.let_leave()
         ruling = present.ruling(spot, (args, kwargs))
@@ -145,6 +146,7 @@ class Steering:
         self, present: Pass, spot: Spot, snapshot: CallSnapshot, inner: AbstractContextManager[Any]
     ) -> Iterator[None]:
         before, self.present = self.present, present
+        present.make_room()
         try:
             with _named(spot.name), hooks_aside_in_transforms(), snapshot.again(), inner:
                 yield
@@ -163,7 +165,7 @@ class Steering:
         spot = call.spot
         mode = recorder.forward(spot.name, call.args, call.kwargs, is_kept=is_kept, is_compiled=spot.is_compiled)
         snapshot = self._looked_at(recorder, spot, call.args, call.kwargs)
-        number, without = mode.number, Pass(rulings=present.rulings)
+        number, without = mode.number, Pass(rulings=present.rulings, first=present.first)
 
         @contextmanager
         def again() -> Iterator[None]:

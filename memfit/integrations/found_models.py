@@ -269,7 +269,8 @@ class Running:
         own, module = held.loop(), held.models[0]()
         if own is None or module is None or any(loop.is_between() for loop in loops):
             return
-        why = Checkpointed(own).why_leave()
+        handle = Checkpointed(own)
+        why = handle.why_leave() or (handle.why_begin_elsewhere() if len(self._steered) == 1 else "")
         if why and own.contract is not None:
             self._done += [each.close() for each in self._steered]
             self._steered.clear()

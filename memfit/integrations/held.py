@@ -185,7 +185,7 @@ class HeldModel:
     def _judge(self, model: torch.nn.Module, *_: Any) -> None:
         """Judge the step before a call, and go on in eager mode where checkpoints take too much."""
         held = self._by
-        if not isinstance(held, Checkpointed) or not (why := held.why_leave()):
+        if not isinstance(held, Checkpointed) or not (why := held.why_leave() or held.why_begin_elsewhere()):
             return
         budget_bytes, self._counted = held.report().budget_bytes, self.ran + 1
         assert budget_bytes is not None

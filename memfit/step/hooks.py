@@ -49,6 +49,21 @@ class _Nothing:
         return None
 
 
+def hooks_around(model: torch.nn.Module, begin: Callable[..., None], returned: Callable[..., None]) -> list[Any]:
+    """Call functions around each call of what a loop calls, before all other hooks; return the hooks that do so.
+
+    Args:
+        model: or the models, as a ModuleList.
+        begin: called with the module, and the positional and the keyword arguments.
+        returned: called with the module, the positional arguments, and what the call returns.
+    """
+    hooks: list[Any] = []
+    for called in model if type(model) is torch.nn.ModuleList else [model]:
+        hooks.append(called.register_forward_pre_hook(Hook(begin), with_kwargs=True, prepend=True))
+        hooks.append(called.register_forward_hook(Hook(returned)))
+    return hooks
+
+
 def remove_all(*groups: list[Any]) -> None:
     """Remove hooks, and forget them.
 

@@ -1,0 +1,200 @@
+"""What a pass without a plan keeps beside its checkpoints: copied to the host where the budget would not hold it.
+
+A lean pass recomputes each block, and keeps the inputs of the blocks and all that is saved between them. Nothing is
+known by then of what else could be recomputed, and a copy has the same bits whatever it is of.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memfit.checkpointing.block_modes import key_of
+from memfit.eager_mode.kept import Saved
+from memfit.errors import HostMemoryError
+from memfit.memory.contract import Contract
+from memfit.memory.host.slab import make_slab
+from memfit.memory.host.store import HostCopy
+from memfit.memory.place import bytes_of
+from memfit.torch_private.autograd import changing_hooks, no_modes, require_unwritten, saved_with
+from memfit.torch_private.checkpoints import detached
+from memfit.torch_private.sharding import modules_that_gather
+from memfit.torch_private.tensors import storage_users
+
+_LEAST_BYTES = 1 << 12  # smaller storages stay
+_FREE = 2  # copies begin where less than one part in so many of the budget is free
+
+
+class _Contents:
+    """A storage that autograd has saved, once or more often.
+
+    Attributes:
+        saved: what autograd holds in the place of tensors over it, as weak references.
+        on_host: a copy, where there is no other one.
+        size_bytes: of the storage, while it is on the host alone.
+
+    Args:
+        left: called with the bytes that leave the device, or come back if negative.
+    """
+
+    __slots__ = ("_left", "on_host", "saved", "size_bytes")
+
+    def __init__(self, left: Callable[[int], None]) -> None:
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.on_host: HostCopy | None = None
+        self.size_bytes, self._left = 0, left
+
+    def alive(self) -> list[_Saved]:
+        """Return what autograd still holds."""
+        return [saved for each in self.saved if (saved := each()) is not None]
+
+    def leave(self) -> None:
+        """Copy the storage to the host, unless code holds it, too.
+
+        Raises:
+            HostMemoryError: the host has no room for it.
+        """
+        alive = self.alive()
+        storage = alive[0].alias.untyped_storage()
+        if storage_users(storage) > len(alive) + 1:  # and this function's own
+            return
+        with no_modes(), torch.no_grad():
+            whole = bytes_of(storage)
+            on_host = HostCopy(make_slab(storage.device, len(whole), None), whole, 0)
+            on_host.wait()
+        self.on_host, self.size_bytes = on_host, len(whole)
+        for saved in alive:
+            saved.let_go()
+        del whole, storage
+        self._left(self.size_bytes)
+
+    def come_back(self) -> None:
+        """Let autograd have the storage again, if it is on the host alone."""
+        if self.on_host is None:
+            return
+        on_host, self.on_host = self.on_host, None
+        self._left(-self.size_bytes)
+        with no_modes(), torch.no_grad():
+            storage = on_host.back().untyped_storage()
+        for saved in self.alive():
+            saved.take(storage)
+
+    def __del__(self) -> None:
+        if self.on_host is not None:  # nobody has read it
+            self._left(-self.size_bytes)
+
+
+class _Saved(Saved):
+    __slots__ = ("contents",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        with no_modes():
+            super().__init__(None, detached(tensor))
+        self.contents: _Contents | None = None
+
+
+class FirstPass:
+    """Takes what autograd saves in calls of the model, and copies to the host what the budget would not hold.
+
+    Room is made where a call of a module begins, when no kernel runs that may write to what was saved before it. What
+    code holds, too, stays.
+
+    Args:
+        device: of the model.
+        budget_bytes: that all of the device's tensors may take.
+        live_bytes: returns what they take.
+        own: keys of the model's own storages, which stay.
+        left: called with the bytes that leave the device, or come back if negative.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        live_bytes: Callable[[], int],
+        own: Container[int],
+        left: Callable[[int], None],
+    ) -> None:
+        self._device, self._live_bytes, self._own, self._left = device, live_bytes, own, left
+        self._limit_bytes: float = budget_bytes - budget_bytes // _FREE
+        self._there: dict[int, _Contents] = {}  # on the device, by the key of the storage, the oldest first
+        self._inside: AbstractContextManager[None] | None = None
+
+    def enter(self, called: torch.nn.Module) -> None:
+        """Take what is saved from here on to the end of a call that begins.
+
+        Args:
+            called: the module.
+        """
+        if self._inside is not None or not torch.is_grad_enabled() or changing_hooks():
+            return
+        inside = self._inside = saved_with(self._pack, _unpack)
+        inside.__enter__()
+
+        def leave(*_: Any) -> None:
+            hook.remove()
+            if self._inside is inside:
+                self._inside = None
+                inside.__exit__(None, None, None)
+
+        hook = called.register_forward_hook(leave, always_call=True)
+
+    def make_room(self) -> None:
+        """Copy to the host what would leave too little of the budget free, the oldest first."""
+        for key, contents in list(self._there.items()):
+            if self._live_bytes() <= self._limit_bytes:
+                return
+            if contents.alive():
+                try:
+                    contents.leave()
+                except HostMemoryError:  # which the budget of the device cannot wait for
+                    self._limit_bytes = math.inf
+                    return
+            if contents.on_host is not None or not contents.alive():
+                del self._there[key]
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        saved, key = _Saved(tensor), key_of(tensor)
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device
+        if not is_plain or not key or key in self._own or tensor.untyped_storage().nbytes() < _LEAST_BYTES:
+            return saved
+        contents = self._there.get(key)
+        if contents is None or not contents.alive():  # or another storage had this key
+            contents = self._there[key] = _Contents(self._left)
+        saved.contents = contents
+        contents.saved.append(weakref.ref(saved))
+        return saved
+
+
+def first_pass(
+    contract: Contract | None,
+    model: torch.nn.Module,
+    device: torch.device,
+    live_bytes: Callable[[], int],
+    left: Callable[[int], None] = lambda _bytes: None,
+) -> FirstPass | None:
+    """Return what a pass without a plan keeps; None where nothing is to be held, or parameters are gathered in it.
+
+    Args:
+        contract: the budget.
+        model: whose parameters and buffers stay.
+        device: of it.
+        live_bytes, left: see `FirstPass`.
+    """
+    if contract is None or not contract.is_resolved or modules_that_gather(model):
+        return None
+    own = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return FirstPass(device, contract.budget_bytes, live_bytes, own, left)
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    require_unwritten(saved.alias, saved.version)
+    if saved.contents is not None:
+        saved.contents.come_back()
+    with no_modes():
+        return detached(saved.alias)
