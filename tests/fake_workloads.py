@@ -10,28 +10,27 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fake_device import start_with_tensors
+
+if TYPE_CHECKING:
+    from memfit.capture.training_step import TrainingStep
+    from memfit.step.planned_step import PlannedStep
 
 STEPS_BEFORE, STEPS_AFTER = 3, 4  # the first three make the optimizer's state, and are recorded by the arena
 MORE_BYTES = 24 << 10  # that later steps take beside what was planned, as a library might
 
 
-def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Train a workload planned and eagerly, in turns; return what the planned steps did."""
+def planned_on_fake(step: TrainingStep) -> PlannedStep:
+    """Plan a step by copies to the host, within little less than its peak."""
     from memfit.device import Device
     from memfit.doors.step import fit_step
     from memfit.errors import NoPlanError
-    from memfit.memory.snapshot import StepState
     from memfit.planning import Settings
     from memfit.step.planned_step import PlannedStep
-    from memfit.step.programs import Programs
-    from memfit.workloads import build
 
-    step = build(name, optimizer="sgd" if name == "vgg16" else "adamw", **options)  # of VGG's 28 million parameters
-    eager = copy.deepcopy(step)
     device = Device(
         name="fake", alignment_bytes=512, to_host_bytes_per_second=4e8, to_device_bytes_per_second=4e8, source="a test"
     )
@@ -51,6 +50,18 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
         assert error.least_budget_found_bytes is not None
         planned = fit_step(step, settings.within(error.least_budget_found_bytes))
     assert isinstance(planned, PlannedStep)
+    return planned
+
+
+def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train a workload planned and eagerly, in turns; return what the planned steps did."""
+    from memfit.memory.snapshot import StepState
+    from memfit.step.programs import Programs
+    from memfit.workloads import build
+
+    step = build(name, optimizer="sgd" if name == "vgg16" else "adamw", **options)  # of VGG's 28 million parameters
+    eager = copy.deepcopy(step)
+    planned = planned_on_fake(step)
     before = planned.plan
 
     def step_both(seed: int) -> None:

@@ -136,7 +136,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "eager_mode": (
         ("eager",),
         ("mode",),
-        ("aside",),
+        ("aside", "pages"),
         ("contents",),
         ("again", "passes", "releasing"),
         ("kept", "operators"),

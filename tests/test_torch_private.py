@@ -613,52 +613,56 @@ def test_a_module_of_torchs_own_code_is_captured() -> None:
     torch.compiler.reset()
 
 
+class _Counting(torch.nn.Module):
+    calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return values * self.calls
+
+
+class _Calling(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.function(values)
+
+
+def _seen(backend: Any, captured: list[int]) -> dict[str, bool]:
+    """Return what calls that a backend compiles see of what changes."""
+    model, values = torch.nn.Sequential(torch.nn.ReLU()), torch.ones(3)
+    model.compile(backend=backend)
+    model(values)
+    found = {"torch's own code": bool(captured)}
+    model = _Counting()
+    model.compile(backend=backend)
+    for _ in range(6):
+        model(values)
+    found["often"] = len(captured) >= 6
+    model = torch.nn.Linear(3, 3)
+    compiled = torch.compile(model, backend=backend)
+    compiled(values)
+    model.register_forward_hook(lambda _module, _given, returned: returned * 0)
+    found["hooks"] = not compiled(values).any()
+
+    def scaled(values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return values * factor
+
+    model = torch.nn.Sequential(_Calling(scaled))
+    compiled = torch.compile(model, backend=backend)
+    compiled(values)
+    compiled(values)
+    scaled.__defaults__ = (0.0,)
+    found["defaults"] = not compiled(values).any()
+    torch.compiler.reset()
+    return found
+
+
 def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them code that changes often runs in eager, and later hooks and defaults of functions are not seen."""
     from torch._dynamo.eval_frame import OptimizeContext
-
-    class Counting(torch.nn.Module):
-        calls = 0
-
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return values * self.calls
-
-    class Calling(torch.nn.Module):
-        def __init__(self, function: Any) -> None:
-            super().__init__()
-            self.function = function
-
-        def forward(self, values: torch.Tensor) -> torch.Tensor:
-            return self.function(values)
-
-    def find(backend: Any, captured: list[int]) -> dict[str, bool]:
-        model, values = torch.nn.Sequential(torch.nn.ReLU()), torch.ones(3)
-        model.compile(backend=backend)
-        model(values)
-        found = {"torch's own code": bool(captured)}
-        model = Counting()
-        model.compile(backend=backend)
-        for _ in range(6):
-            model(values)
-        found["often"] = len(captured) >= 6
-        model = torch.nn.Linear(3, 3)
-        compiled = torch.compile(model, backend=backend)
-        compiled(values)
-        model.register_forward_hook(lambda _module, _given, returned: returned * 0)
-        found["hooks"] = not compiled(values).any()
-
-        def scaled(values: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-            return values * factor
-
-        model = torch.nn.Sequential(Calling(scaled))
-        compiled = torch.compile(model, backend=backend)
-        compiled(values)
-        compiled(values)
-        scaled.__defaults__ = (0.0,)
-        found["defaults"] = not compiled(values).any()
-        torch.compiler.reset()
-        return found
 
     config = torch._dynamo.config
     monkeypatch.setattr(OptimizeContext, "__call__", OptimizeContext.__call__)
@@ -667,9 +671,9 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
         mine, others = _counting_backend(), _counting_backend()
         asked: list[object] = []
         compile_soundly(mine[0], asked.append)
-        assert set(find(*mine).values()) == {True}
+        assert set(_seen(*mine).values()) == {True}
         assert len(asked) == 4
-        assert set(find(*others).values()) == {False}
+        assert set(_seen(*others).values()) == {False}
         assert len(asked) == 4
         for backend, is_mine in ((mine[0], True), (others[0], False)):
             inside = torch.nn.Linear(2, 2)

@@ -271,8 +271,7 @@ def _answer(
         **({"report": str(report)} if report else {}),
     }
     by_part = (rows_table(facts.by_part), Text()) if facts.by_part else ()
-    sides = _sides(baseline, run, facts.predicted, measured.overhead_text)
-    parts = (rows_table(rows), Text(), *by_part, sides)
+    parts = (rows_table(rows), Text(), *by_part, _sides(baseline, run, facts.predicted, measured.overhead_text))
     return Answer(target=target, device=facts.device, keys=keys, parts=parts)
 
 

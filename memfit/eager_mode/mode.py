@@ -68,10 +68,9 @@ class BudgetMode(UnwrappedMode):
     ) -> None:
         super().__init__()
         self.contents = Contents(budget_bytes, live_bytes, model_bytes, host, _RESERVE_BYTES[needs.device.type])
-        is_on_cuda = needs.device.type == "cuda"
-        self._pages = Pages(budget_bytes, self.contents, needs, may_grow=may_grow) if is_on_cuda else None
-        self.needs, self.passes = needs, self.contents.passes
         self._is_limited = needs.device.type == "cpu"  # by `CpuLimit`
+        self._pages = None if self._is_limited else Pages(budget_bytes, self.contents, needs, may_grow=may_grow)
+        self.needs, self.passes = needs, self.contents.passes
         self._operators: dict[int, Operator] = {}
         self._was_backward = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Needs
 from memfit.memory.contract import Aim, Contract, Standing, Usage
-from memfit.system.recorder import Record, empty_cache, page_bytes, record
+from memfit.system.recorder import empty_cache, page_bytes, record
 from memfit.torch_private.cuda import LastStream
 
 _UNUSED_BLOCKS = 2  # of the largest size, which the allocator may leave unused beyond what a pass has shown
@@ -28,7 +28,6 @@ class Pages:
         self._last_stream = LastStream(needs.device)
         self._contract = Contract(given_bytes, page_bytes=page_bytes(needs.device))
         self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * given_bytes), is_most=not may_grow)
-        self._window: Record | None = None  # of the pass that runs
         self._aim(self._contract.aim_bytes(self._standing))
 
     def _aim(self, aim_bytes: int) -> None:
@@ -47,8 +46,7 @@ class Pages:
 
     def close(self) -> Usage:
         """End the measurement, and return what the pass took."""
-        assert self._window is not None
-        usage, self._window = self._window.close(), None
+        usage = self._window.close()
         return Usage(taken_bytes=usage.most_taken_bytes, live_bytes=usage.most_live_bytes)
 
     def judge(self) -> None:

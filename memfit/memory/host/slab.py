@@ -94,13 +94,13 @@ class DiskSlab:
         self.settle, self.close = self._file.settle, self._file.close
 
     def write(self, source: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy of a tensor's storage to an offset."""
+        """See `Slab`."""
         storage = source.untyped_storage()
         size_bytes = storage.nbytes()
         return _DiskTransfer(self._file.write(storage.data_ptr(), size_bytes, offset, source), size_bytes, "to")
 
     def read(self, target: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy from an offset to a tensor's storage."""
+        """See `Slab`."""
         storage = target.untyped_storage()
         size_bytes = storage.nbytes()
         return _DiskTransfer(self._file.read(storage.data_ptr(), size_bytes, offset, target), size_bytes, "from")
@@ -139,12 +139,12 @@ class PinnedSlab:
         self._unpin = weakref.finalize(self, pin(self._memory, device, "host memory"))
 
     def write(self, source: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy of a tensor's storage to an offset."""
+        """See `Slab`."""
         whole = bytes_of(source)
         return PinnedTransfer(copy_streams(source.device)[0], self._memory[offset : offset + len(whole)], whole)
 
     def read(self, target: torch.Tensor, offset: int) -> Transfer:
-        """Start the copy from an offset to a tensor's storage."""
+        """See `Slab`."""
         whole = bytes_of(target)
         return PinnedTransfer(copy_streams(target.device)[1], whole, self._memory[offset : offset + len(whole)])
 
