@@ -6,28 +6,28 @@ known by then of what else could be recomputed, and a copy has the same bits wha
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from memfit.checkpointing.block_modes import key_of
+from memfit.checkpointing.seen import CallSeen
 from memfit.eager_mode.kept import Saved
 from memfit.errors import HostMemoryError
 from memfit.memory.contract import Contract
 from memfit.memory.host.slab import make_slab
 from memfit.memory.host.store import HostCopy
 from memfit.memory.place import bytes_of
-from memfit.torch_private.autograd import changing_hooks, no_modes, require_unwritten, saved_with
+from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
 from memfit.torch_private.checkpoints import detached
 from memfit.torch_private.sharding import modules_that_gather
 from memfit.torch_private.tensors import storage_users
 
 _LEAST_BYTES = 1 << 12  # smaller storages stay
-_FREE = 2  # copies begin where less than one part in so many of the budget is free
+_CALLS_FREE = 2  # room is made for what so many calls like the largest one so far make: its tensors, and gradients
 
 
 class _Contents:
@@ -108,6 +108,7 @@ class FirstPass:
         device: of the model.
         budget_bytes: that all of the device's tensors may take.
         live_bytes: returns what they take.
+        calls: of blocks, and of modules beside them, as they are seen.
         own: keys of the model's own storages, which stay.
         left: called with the bytes that leave the device, or come back if negative.
     """
@@ -117,11 +118,12 @@ class FirstPass:
         device: torch.device,
         budget_bytes: int,
         live_bytes: Callable[[], int],
+        calls: Sequence[CallSeen],
         own: Container[int],
         left: Callable[[int], None],
     ) -> None:
         self._device, self._live_bytes, self._own, self._left = device, live_bytes, own, left
-        self._limit_bytes: float = budget_bytes - budget_bytes // _FREE
+        self._budget_bytes, self._calls, self._seen, self._largest_bytes = budget_bytes, calls, 0, 0
         self._there: dict[int, _Contents] = {}  # on the device, by the key of the storage, the oldest first
         self._inside: AbstractContextManager[None] | None = None
 
@@ -131,7 +133,7 @@ class FirstPass:
         Args:
             called: the module.
         """
-        if self._inside is not None or not torch.is_grad_enabled() or changing_hooks():
+        if self._inside is not None or not torch.is_grad_enabled() or in_transform() or changing_hooks():
             return
         inside = self._inside = saved_with(self._pack, _unpack)
         inside.__enter__()
@@ -146,14 +148,17 @@ class FirstPass:
 
     def make_room(self) -> None:
         """Copy to the host what would leave too little of the budget free, the oldest first."""
+        for call in self._calls[max(0, self._seen - 1) :]:  # the last one had not ended
+            self._largest_bytes = max(self._largest_bytes, sum(storage.size_bytes for storage in call.storages))
+        self._seen, limit_bytes = len(self._calls), self._budget_bytes - _CALLS_FREE * self._largest_bytes
         for key, contents in list(self._there.items()):
-            if self._live_bytes() <= self._limit_bytes:
+            if self._live_bytes() <= limit_bytes:
                 return
             if contents.alive():
                 try:
                     contents.leave()
-                except HostMemoryError:  # which the budget of the device cannot wait for
-                    self._limit_bytes = math.inf
+                except HostMemoryError:  # all stays from here on
+                    self._there.clear()
                     return
             if contents.on_host is not None or not contents.alive():
                 del self._there[key]
@@ -176,6 +181,7 @@ def first_pass(
     model: torch.nn.Module,
     device: torch.device,
     live_bytes: Callable[[], int],
+    calls: Sequence[CallSeen],
     left: Callable[[int], None] = lambda _bytes: None,
 ) -> FirstPass | None:
     """Return what a pass without a plan keeps; None where nothing is to be held, or parameters are gathered in it.
@@ -184,12 +190,12 @@ def first_pass(
         contract: the budget.
         model: whose parameters and buffers stay.
         device: of it.
-        live_bytes, left: see `FirstPass`.
+        live_bytes, calls, left: see `FirstPass`.
     """
     if contract is None or not contract.is_resolved or modules_that_gather(model):
         return None
     own = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return FirstPass(device, contract.budget_bytes, live_bytes, own, left)
+    return FirstPass(device, contract.budget_bytes, live_bytes, calls, own, left)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

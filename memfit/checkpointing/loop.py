@@ -21,6 +21,7 @@ from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.policy import Policy
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
+from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed
 from memfit.checkpointing.steering import Steering
@@ -34,7 +35,6 @@ from memfit.torch_private.autograd import at_end_of_backward, in_backward
 from memfit.torch_private.cuda import note_resets_of_peaks
 from memfit.torch_private.modules import has_lazy_parameters, uncompiled
 from memfit.torch_private.ranks import has_ranks
-from memfit.torch_private.sharding import groups_that_divide
 from memfit.torch_private.tensors import tensors_reached
 
 _MOST_OF_OTHERS = 4  # updates of other models, such as a critic, before the first call of this one is missed
@@ -341,17 +341,16 @@ class Loop:
         if shape.planner is None or shape.wants_lean:
             self.installed.go_outside()
             self.installed.show_inside(None)
-            own = [*self.model.parameters(), *self.model.buffers()]
             uncounted_bytes = self._meter.uncounted.live_bytes() - self.other_bytes
-            start_bytes, dividing = now_bytes - self.bytes_to_come, groups_that_divide(self.model)
-            recorder = LeanRecorder(self.device, start_bytes, uncounted_bytes, own, dividing)
+            recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, self.model)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
-            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, first=self._first(recorder.left))
+            first = self._first(recorder.lean.calls, recorder.left)
+            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, first=first)
         lean = shape.lean
         assert lean is not None
         if self.plans.given is None and self._updates.to_come and self._judge.may_wait:
             may_again = [call.block for call in lean.calls if not call.must_stay]
-            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL), first=self._first())
+            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL), first=self._first(lean.calls))
         if self.is_judging or shape.planned is None:
             self.plans.renew(shape, now_bytes)
         self.installed.show_inside(self.plans.steered)
@@ -362,9 +361,9 @@ class Loop:
         planned = None if is_fixed else lean.given_by_block()
         return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
 
-    def _first(self, *left: Callable[[int], None]) -> FirstPass | None:
+    def _first(self, calls: Sequence[CallSeen], *left: Callable[[int], None]) -> FirstPass | None:
         contract = None if self._compiled or self.plans.given is not None else self.contract
-        return first_pass(contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, *left)
+        return first_pass(contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, calls, *left)
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch for all later passes, and measure no more."""

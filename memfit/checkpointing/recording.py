@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
-from memfit.torch_private.sharding import local
+from memfit.torch_private.sharding import groups_that_divide, local
 from memfit.torch_private.tensors import bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
@@ -32,9 +32,8 @@ class LeanRecorder:
         device: of the model.
         start_bytes: that are live now.
         uncounted_bytes: that are live, too, and that the recorder of the device does not count.
-        own: the model's own tensors, which blocks may write to.
-        dividing: process groups over which its parameters are divided: a compiled block, whose operators are not seen,
-            may talk to them.
+        model: whose own tensors blocks may write to. A compiled block, whose operators are not seen, may talk to the
+            process groups over which its parameters are divided.
 
     Attributes:
         has_returned: whether the model's call has returned.
@@ -47,14 +46,13 @@ class LeanRecorder:
         device: torch.device,
         start_bytes: int,
         uncounted_bytes: int,
-        own: Iterable[torch.Tensor],
-        dividing: Sequence[Any] = (),
+        model: torch.nn.Module,
     ) -> None:
-        self.device, self._uncounted_bytes, self._dividing = device, uncounted_bytes, dividing
+        self.device, self._uncounted_bytes, self._dividing = device, uncounted_bytes, groups_that_divide(model)
         self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
         self.lean = LeanPass(start_bytes=start_bytes)
         self.overloads: dict[str, Any] = {}
-        self.own = {key_of(tensor) for tensor in own}
+        self.own = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self.inside: BlockMode | None = None
         self.groups: list[Any] = []
         self.generators = HostGenerators()
