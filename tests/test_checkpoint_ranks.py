@@ -12,7 +12,8 @@ from rank_runs import on_ranks
 pytestmark = pytest.mark.slow
 
 SHARED = ["tensor_parallel", "experts", "in_operators"]
-WAYS = ["data_parallel", "sharded_after", "sharded_before", *SHARED, "unlike"]
+TWO = ["two_models", "two_models_of_a_script"]
+WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):
     WAYS.append("trainer")
 
@@ -30,6 +31,11 @@ def test_two_ranks_keep_their_own_budgets_with_the_bits_of_the_bare_loop(two: li
         assert found[way]["same"]
         assert found[way]["over"] == 0
         assert 0.5 < found[way]["used"] <= 1
+
+
+def test_models_of_a_script_share_a_plan_on_each_rank(two: list[dict[str, Any]]) -> None:
+    wrapper = "DistributedDataParallel"
+    assert [found["two_models_of_a_script"]["found"] for found in two] == [[f"{wrapper} and {wrapper}"]] * 2
 
 
 @pytest.mark.parametrize("way", SHARED)
