@@ -14,13 +14,13 @@ from memfit.capture.draws import HostGenerators
 from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
 from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.reached import OR_EAGER_MODE
-from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen
+from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen, StorageSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
 from memfit.torch_private.sharding import local
-from memfit.torch_private.tensors import bytes_in, tensors_reached
+from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
 
@@ -62,6 +62,7 @@ class LeanRecorder:
         self._alive: set[int] = set()
         self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
+        self._outputs: list[tuple[StorageSeen, StorageWeakRef]] = []  # of calls before any backward pass since
         self._timed: list[tuple[OpSeen, Stopwatch]] = []
         self._segment: Record | None = None
         self._where: tuple[int, int | None, int | None, int | None] = (-1, None, None, None)
@@ -113,7 +114,7 @@ class LeanRecorder:
         for tensor in outputs:
             storage = mode.of.get(key_of(tensor))
             if storage is not None:
-                mode.call.storages[storage].is_output = True
+                self._outputs.append((mode.call.storages[storage], StorageWeakRef(local(tensor).untyped_storage())))
         grown = [tensor for tensor in outputs if tensor.requires_grad]
         self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
         self._forward_now = self._kept_now = None
@@ -145,6 +146,7 @@ class LeanRecorder:
         if self._is_over or (number not in self._alive and self.lean.calls[number].is_kept):
             return
         self._has_backward = True
+        self._look_at_outputs()
         if number in self._alive:
             self._alive.remove(number)
             self._alive_of[self.lean.calls[number].block] -= 1
@@ -153,7 +155,14 @@ class LeanRecorder:
     def end_of_backward(self) -> None:
         """Note that the backward pass is over, which recomputes no block where hooks inside keep what it saves."""
         self._has_backward = True
+        self._look_at_outputs()
         self._cut(None)
+
+    def _look_at_outputs(self) -> None:
+        """Note which outputs are held, as inputs of other calls are: none costs nothing that its block alone keeps."""
+        for storage, reference in self._outputs:
+            storage.is_output |= not reference.expired()
+        self._outputs.clear()
 
     @property
     def is_complete(self) -> bool:
