@@ -229,6 +229,31 @@ def in_operators(_rank: int, _count: int) -> dict[str, Any]:
     return _compare(make, 0.75 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
 
 
+class _Averaged(torch.nn.Module):
+    """A block with a collective in its own code, as a batch normalization over all ranks has."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.nn.functional import all_reduce
+
+        return self.inner(x - all_reduce(x.mean(0)) / dist.get_world_size())
+
+
+def in_compiled_blocks(_rank: int, _count: int) -> dict[str, Any]:
+    """Ranks with budgets of their own, whose blocks, compiled by themselves, run collectives between graphs."""
+
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(_Averaged(layer) for layer in model.layers)  # pyright: ignore
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+
+    return _compare(make, 0.8 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
+
+
 def planned_operators(_rank: int, _count: int) -> dict[str, Any]:
     """The same under the doors that plan graphs: what `memfit.fit` says, and the bits of `memfit.compile`."""
 

@@ -11,7 +11,7 @@ from rank_runs import on_ranks
 
 pytestmark = pytest.mark.slow
 
-SHARED = ["tensor_parallel", "experts", "in_operators"]
+SHARED = ["tensor_parallel", "experts", "in_operators", "in_compiled_blocks"]
 TWO = ["two_models", "two_models_of_a_script"]
 WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):

@@ -29,7 +29,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -182,7 +181,6 @@ from memfit.torch_private.sharding import (
     GroupFacts,
     divisions,
     groups_shown,
-    groups_that_divide,
     is_fully_sharded,
     is_of_fsdp,
     is_sharded,
@@ -302,19 +300,6 @@ def test_operators_of_others_are_told_from_pytorchs() -> None:
     with absent_ranks(4), groups_inside(doubled, cpu) as groups:
         doubled(ones)
     assert groups == []
-
-
-def test_groups_over_which_parameters_stay_divided() -> None:
-    """Those of tensor parallelism, below `fully_shard` too, and not those over which parameters are gathered first."""
-    with absent_ranks(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        _, tensor_parallel = mesh.get_all_groups()
-        assert groups_that_divide(torch.nn.Linear(4, 4)) == []
-        assert groups_that_divide(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"])) == []
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        assert groups_that_divide(model) == [tensor_parallel]
-        assert groups_that_divide(fully_shard(model, mesh=mesh["dp"])) == [tensor_parallel]
 
 
 def test_ranks_that_are_not_there_answer_at_once() -> None:

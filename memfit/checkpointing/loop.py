@@ -33,7 +33,6 @@ from memfit.torch_private.autograd import at_end_of_backward, in_backward
 from memfit.torch_private.cuda import note_resets_of_peaks
 from memfit.torch_private.modules import has_lazy_parameters, uncompiled
 from memfit.torch_private.ranks import has_ranks
-from memfit.torch_private.sharding import groups_that_divide
 from memfit.torch_private.tensors import tensors_reached
 
 _MOST_OF_OTHERS = 4  # updates of other models, such as a critic, before the first call of this one is missed
@@ -339,8 +338,7 @@ class Loop:
             self.installed.show_inside(None)
             own = [*self.model.parameters(), *self.model.buffers()]
             uncounted_bytes = self._meter.uncounted.live_bytes() - self.other_bytes
-            start_bytes, dividing = now_bytes - self.bytes_to_come, groups_that_divide(self.model)
-            recorder = LeanRecorder(self.device, start_bytes, uncounted_bytes, own, dividing)
+            recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, own)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
             return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder)
         lean = shape.lean

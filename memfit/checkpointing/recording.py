@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,6 @@ class LeanRecorder:
         start_bytes: that are live now.
         uncounted_bytes: that are live, too, and that the recorder of the device does not count.
         own: the model's own tensors, which blocks may write to.
-        dividing: process groups over which its parameters are divided: a compiled block, whose operators are not seen,
-            may talk to them.
 
     Attributes:
         has_returned: whether the model's call has returned.
@@ -48,9 +46,8 @@ class LeanRecorder:
         start_bytes: int,
         uncounted_bytes: int,
         own: Iterable[torch.Tensor],
-        dividing: Sequence[Any] = (),
     ) -> None:
-        self.device, self._uncounted_bytes, self._dividing = device, uncounted_bytes, dividing
+        self.device, self._uncounted_bytes = device, uncounted_bytes
         self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
         self.lean = LeanPass(start_bytes=start_bytes)
         self.overloads: dict[str, Any] = {}
@@ -97,9 +94,6 @@ class LeanRecorder:
         call.follows = len(grown) == 1 and grown[0] is before and given_as == (1, False)
         if call.follows:
             call.input_bytes = taken_bytes(local(grown[0]).untyped_storage().nbytes(), self.device)
-        if is_compiled and self._dividing:
-            call.has_collectives = True
-            self.note_groups(self._dividing)
         kind = CompiledMode if is_compiled else BlockMode
         return kind(self, number, call, given)
 
