@@ -165,6 +165,7 @@ from memfit.torch_private.ranks import (
     group_timeout,
     groups_inside,
     groups_of,
+    groups_talked_to,
     has_ranks,
     inside_ddp,
     is_gloo,
@@ -299,6 +300,9 @@ def test_operators_of_others_are_told_from_pytorchs() -> None:
     assert is_of_others(doubled) and not is_of_others(torch.ops.aten.relu.default)
     with absent_ranks(4), groups_inside(doubled, cpu) as groups:
         doubled(ones)
+    assert groups == []
+    with absent_ranks(4), groups_talked_to(cpu) as groups:  # collectives of absent ranks have no numbers
+        torch.distributed.all_reduce(ones)
     assert groups == []
 
 
