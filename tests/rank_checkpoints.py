@@ -153,6 +153,19 @@ def sharded_before(_rank: int, _count: int) -> dict[str, Any]:
     return _compare(_sharded, _own_share(), _other_lengths, wrap_last=True)
 
 
+def gathered_over_updates(_rank: int, _count: int) -> dict[str, Any]:
+    """A loop that leaves parameters gathered after its last backward pass: what memfit says."""
+    model: Any = mlps(count=2)
+    _sharded(model)
+    model.set_reshard_after_backward(False)
+    with memfit.checkpoint(model, "1GiB"):
+        try:
+            train(model, rows, steps=2)
+        except UnsupportedStepError as refusal:
+            return {"refusal": str(refusal)}
+    return {"refusal": ""}
+
+
 def tensor_parallel(_rank: int, _count: int) -> dict[str, Any]:
     """Ranks with budgets of their own, whose blocks run collectives: they follow one policy."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -21,7 +21,9 @@ if find_spec("transformers") and find_spec("accelerate"):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(
-        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators")], 2, tmp_path_factory.mktemp("two")
+        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators", "gathered_over_updates")],
+        2,
+        tmp_path_factory.mktemp("two"),
     )
 
 
@@ -55,3 +57,9 @@ def test_operators_with_collectives_inside_are_in_no_planned_graph(two: list[dic
         assert found["planned_operators"]["same"]
         assert "summed.default runs collectives in its own code" in found["planned_operators"]["refusal"]
         assert "memfit.checkpoint(model, budget) holds" in found["planned_operators"]["refusal"]
+
+
+def test_parameters_that_stay_gathered_over_an_update_are_refused(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "keeps the parameters of 'layers.0' gathered over" in found["gathered_over_updates"]["refusal"]
+        assert "set_reshard_after_backward(True)" in found["gathered_over_updates"]["refusal"]

@@ -181,6 +181,7 @@ from memfit.torch_private.ranks import (
 from memfit.torch_private.sharding import (
     GroupFacts,
     divisions,
+    gathered_before_it_reshards,
     groups_shown,
     is_fully_sharded,
     is_of_fsdp,
@@ -1770,6 +1771,10 @@ def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: t
     with torch.no_grad():
         sharded_model(torch.ones(1, 3))
     assert not any(map(is_sharded, sharded_model[1].parameters(recurse=False)))  # the root's stay gathered
+    assert gathered_before_it_reshards(sharded_model) == ""
+    sharded_model[0].unshard()  # pyright: ignore[reportCallIssue]
+    assert gathered_before_it_reshards(sharded_model) == "0"
+    sharded_model[0].reshard()  # pyright: ignore[reportCallIssue]
     reshard(groups)
     reshard(groups)
     assert all(map(is_sharded, sharded_model.parameters()))

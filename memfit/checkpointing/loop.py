@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.capture.optimizer import changes_parameters
+from memfit.capture.step_check import refuse_gathered_over_updates
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
@@ -313,6 +314,7 @@ class Loop:
         if self._updates.are_of(optimizer):
             self._awaited.clear()  # of calls that are not trained on
             self._updates.to_come = max(0, self._updates.to_come - 1)
+            refuse_gathered_over_updates(self.model, "memfit.checkpoint")
 
     # -- plans
 

@@ -137,6 +137,21 @@ def parameters_that_are_gathered(model: torch.nn.Module) -> set[torch.Tensor]:
     return {each.sharded_param for group in groups for each in group.fsdp_params if not each.is_dtensor}
 
 
+def gathered_before_it_reshards(model: torch.nn.Module) -> str:
+    """Return the name of a module whose parameters are gathered now, and sharded after its next forward pass.
+
+    The root keeps its own after a forward pass, so that it is none of these; empty if there are none.
+
+    Args:
+        model: between two passes.
+    """
+    for name, module in model.named_modules():
+        for group in _groups(_state(module)):
+            if group.is_unsharded and group.post_forward_mesh_info is not None:
+                return name or type(module).__name__
+    return ""
+
+
 def sharded_groups(model: torch.nn.Module) -> list[GroupFacts]:
     """Return the groups of a model, in the order of their modules; `fully_shard` can be applied to no more modules.
 
