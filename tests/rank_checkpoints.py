@@ -11,6 +11,8 @@ from checkpoint_models import Trained, mlps, rows, train
 
 import memfit
 from memfit.errors import UnsupportedStepError
+from memfit.integrations.found_models import Running
+from memfit.system.recorder import record
 
 
 def _compare(
@@ -47,6 +49,48 @@ def _compare(
     }
 
 
+def _compare_two(hold: Any, share: float) -> dict[str, Any]:
+    """Train an encoder and a decoder bare and within a share of the bare peak; `hold` holds them, and lets them go."""
+
+    def run(budget: int | None) -> tuple[list[int], list[torch.Tensor], Any]:
+        gc.collect()
+        pair = [torch.nn.parallel.DistributedDataParallel(_Autoencoder()) for _ in range(2)]
+        held = hold(pair, budget) if budget else None
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in pair]
+        torch.manual_seed(dist.get_rank())
+        peaks: list[int] = []
+        for _ in range(8):
+            data = torch.randn(1024, 64)
+            with record("cpu") as usage:
+                (pair[1](pair[0](data).tanh()) - data).square().mean().backward()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+            peaks.append(usage.start_bytes + usage.peak_bytes)
+        return peaks, [each.detach().clone() for model in pair for each in model.parameters()], held and held()
+
+    peaks, bare, _ = run(None)
+    budget = int(share * max(peaks))
+    got_peaks, got, found = run(budget)
+    return {
+        "same": all(map(torch.equal, bare, got)),
+        "over": sum(peak > budget for peak in got_peaks),
+        "used": max(got_peaks[2:]) / budget,
+        "found": found,
+    }
+
+
+class _Autoencoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlps(count=5).layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().clone()
@@ -71,6 +115,26 @@ def data_parallel(_rank: int, _count: int) -> dict[str, Any]:
     return _compare(make, _own_share(), _rows_of_rank)
 
 
+def two_models(_rank: int, _count: int) -> dict[str, Any]:
+    """Two models in one call."""
+
+    def hold(pair: Any, budget: int) -> Any:
+        return memfit.checkpoint(pair, budget).close
+
+    return _compare_two(hold, _own_share())
+
+
+def two_models_of_a_script(_rank: int, _count: int) -> dict[str, Any]:
+    """Two models that `memfit run` finds."""
+
+    def hold(_pair: Any, budget: int) -> Any:
+        running = Running(budget)
+        running.begin()
+        return lambda: [each.name for each in running.end()]
+
+    return _compare_two(hold, _own_share())
+
+
 def _sharded(model: torch.nn.Module) -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -87,6 +151,19 @@ def sharded_after(_rank: int, _count: int) -> dict[str, Any]:
 def sharded_before(_rank: int, _count: int) -> dict[str, Any]:
     """It comes before, and ranks have batches of different sizes."""
     return _compare(_sharded, _own_share(), _other_lengths, wrap_last=True)
+
+
+def gathered_over_updates(_rank: int, _count: int) -> dict[str, Any]:
+    """A loop that leaves parameters gathered after its last backward pass: what memfit says."""
+    model: Any = mlps(count=2)
+    _sharded(model)
+    model.set_reshard_after_backward(False)
+    with memfit.checkpoint(model, "1GiB"):
+        try:
+            train(model, rows, steps=2)
+        except UnsupportedStepError as refusal:
+            return {"refusal": str(refusal)}
+    return {"refusal": ""}
 
 
 def tensor_parallel(_rank: int, _count: int) -> dict[str, Any]:
@@ -163,6 +240,31 @@ def in_operators(_rank: int, _count: int) -> dict[str, Any]:
         return model, torch.nn.parallel.DistributedDataParallel(model)
 
     return _compare(make, 0.75 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
+
+
+class _Averaged(torch.nn.Module):
+    """A block with a collective in its own code, as a batch normalization over all ranks has."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed.nn.functional import all_reduce
+
+        return self.inner(x - all_reduce(x.mean(0)) / dist.get_world_size())
+
+
+def in_compiled_blocks(_rank: int, _count: int) -> dict[str, Any]:
+    """Ranks with budgets of their own, whose blocks, compiled by themselves, run collectives between graphs."""
+
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(_Averaged(layer) for layer in model.layers)  # pyright: ignore
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+
+    return _compare(make, 0.8 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
 
 
 def planned_operators(_rank: int, _count: int) -> dict[str, Any]:

@@ -205,6 +205,39 @@ class Wide(torch.nn.Module):
         return x + torch.relu(self.norm(self.b(wide) + self.a(x)))
 
 
+class Residual(Net):
+    """What its blocks return is added to something at once, and nobody holds it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = torch.relu(x + layer(x))
+        return self.after(x.mean((2, 3)))
+
+
+def test_an_output_that_its_block_alone_holds_is_counted() -> None:
+    def residual() -> Net:
+        torch.manual_seed(0)
+        of = torch.nn
+        blocks: list[torch.nn.Module] = [
+            of.Sequential(
+                *(of.Conv2d(16, 32, 3, padding=1), of.BatchNorm2d(32), of.ReLU()),
+                *(of.Conv2d(32, 16, 3, padding=1), of.BatchNorm2d(16)),
+            )
+            for _ in range(6)
+        ]
+        return Residual(blocks, of.Conv2d(3, 16, 3, padding=1), of.Linear(16, 4))
+
+    wanted = bare(residual, images)
+    budget = int(0.7 * max(wanted.peaks[2:]))
+    got, handle = steered(residual, images, budget)
+    windows = [window for window in handle.report().windows if window.predicted_bytes is not None]
+    handle.close()
+    assert got.same_bits(wanted)
+    assert max(got.peaks) <= budget
+    assert all(window.predicted_bytes > 0.99 * window.taken_bytes for window in windows)
+
+
 def test_what_passes_by_in_a_forward_pass_is_not_counted_twice() -> None:
     def wide() -> Net:
         torch.manual_seed(0)

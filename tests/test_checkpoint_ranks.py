@@ -11,8 +11,9 @@ from rank_runs import on_ranks
 
 pytestmark = pytest.mark.slow
 
-SHARED = ["tensor_parallel", "experts", "in_operators"]
-WAYS = ["data_parallel", "sharded_after", "sharded_before", *SHARED, "unlike"]
+SHARED = ["tensor_parallel", "experts", "in_operators", "in_compiled_blocks"]
+TWO = ["two_models", "two_models_of_a_script"]
+WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):
     WAYS.append("trainer")
 
@@ -20,7 +21,9 @@ if find_spec("transformers") and find_spec("accelerate"):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(
-        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators")], 2, tmp_path_factory.mktemp("two")
+        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators", "gathered_over_updates")],
+        2,
+        tmp_path_factory.mktemp("two"),
     )
 
 
@@ -30,6 +33,11 @@ def test_two_ranks_keep_their_own_budgets_with_the_bits_of_the_bare_loop(two: li
         assert found[way]["same"]
         assert found[way]["over"] == 0
         assert 0.5 < found[way]["used"] <= 1
+
+
+def test_models_of_a_script_share_a_plan_on_each_rank(two: list[dict[str, Any]]) -> None:
+    wrapper = "DistributedDataParallel"
+    assert [found["two_models_of_a_script"]["found"] for found in two] == [[f"{wrapper} and {wrapper}"]] * 2
 
 
 @pytest.mark.parametrize("way", SHARED)
@@ -49,3 +57,9 @@ def test_operators_with_collectives_inside_are_in_no_planned_graph(two: list[dic
         assert found["planned_operators"]["same"]
         assert "summed.default runs collectives in its own code" in found["planned_operators"]["refusal"]
         assert "memfit.checkpoint(model, budget) holds" in found["planned_operators"]["refusal"]
+
+
+def test_parameters_that_stay_gathered_over_an_update_are_refused(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "keeps the parameters of 'layers.0' gathered over" in found["gathered_over_updates"]["refusal"]
+        assert "set_reshard_after_backward(True)" in found["gathered_over_updates"]["refusal"]

@@ -29,7 +29,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -166,6 +165,7 @@ from memfit.torch_private.ranks import (
     group_timeout,
     groups_inside,
     groups_of,
+    groups_talked_to,
     has_ranks,
     inside_ddp,
     is_gloo,
@@ -181,8 +181,8 @@ from memfit.torch_private.ranks import (
 from memfit.torch_private.sharding import (
     GroupFacts,
     divisions,
+    gathered_before_it_reshards,
     groups_shown,
-    groups_that_divide,
     is_fully_sharded,
     is_of_fsdp,
     is_sharded,
@@ -302,19 +302,9 @@ def test_operators_of_others_are_told_from_pytorchs() -> None:
     with absent_ranks(4), groups_inside(doubled, cpu) as groups:
         doubled(ones)
     assert groups == []
-
-
-def test_groups_over_which_parameters_stay_divided() -> None:
-    """Those of tensor parallelism, below `fully_shard` too, and not those over which parameters are gathered first."""
-    with absent_ranks(4):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        _, tensor_parallel = mesh.get_all_groups()
-        assert groups_that_divide(torch.nn.Linear(4, 4)) == []
-        assert groups_that_divide(fully_shard(torch.nn.Linear(4, 4), mesh=mesh["dp"])) == []
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        assert groups_that_divide(model) == [tensor_parallel]
-        assert groups_that_divide(fully_shard(model, mesh=mesh["dp"])) == [tensor_parallel]
+    with absent_ranks(4), groups_talked_to(cpu) as groups:  # collectives of absent ranks have no numbers
+        torch.distributed.all_reduce(ones)
+    assert groups == []
 
 
 def test_ranks_that_are_not_there_answer_at_once() -> None:
@@ -1785,6 +1775,10 @@ def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: t
     with torch.no_grad():
         sharded_model(torch.ones(1, 3))
     assert not any(map(is_sharded, sharded_model[1].parameters(recurse=False)))  # the root's stay gathered
+    assert gathered_before_it_reshards(sharded_model) == ""
+    sharded_model[0].unshard()  # pyright: ignore[reportCallIssue]
+    assert gathered_before_it_reshards(sharded_model) == "0"
+    sharded_model[0].reshard()  # pyright: ignore[reportCallIssue]
     reshard(groups)
     reshard(groups)
     assert all(map(is_sharded, sharded_model.parameters()))

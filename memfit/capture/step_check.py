@@ -15,8 +15,9 @@ from memfit.capture.placement import require_dense, step_device
 from memfit.capture.training_step import TrainingStep
 from memfit.errors import BY_CHECKPOINT, InvalidTargetError, UnsupportedStepError
 from memfit.torch_private.autocast import any_autocast
-from memfit.torch_private.autograd import changing_hooks
+from memfit.torch_private.autograd import changing_hooks, in_backward
 from memfit.torch_private.ranks import replicated_class
+from memfit.torch_private.sharding import gathered_before_it_reshards
 
 _FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"
 
@@ -151,6 +152,25 @@ def refuse_first_fsdp(parameters: Iterable[torch.Tensor | None], where: str) -> 
             f"{where}: the model is under FSDP's first version, where a block that is recomputed has lost "
             "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "
             "settings, ModelParallelStrategy in Lightning"
+        )
+
+
+def refuse_gathered_over_updates(model: torch.nn.Module, where: str) -> None:
+    """Raise UnsupportedStepError if `fully_shard` keeps parameters gathered over an update that was just made.
+
+    The next forward pass computes with those from before the update, its backward pass gathers those from after it,
+    and a block would be recomputed from the latter. Updates in a backward pass are made while some are gathered.
+
+    Args:
+        model: whose parameters were updated.
+        where: begins the message.
+    """
+    name = "" if in_backward() else gathered_before_it_reshards(model)
+    if name:
+        raise UnsupportedStepError(
+            f"{where}: fully_shard keeps the parameters of {name!r} gathered over an optimizer's step, so that the "
+            "next forward pass would compute with those from before it, and recomputed blocks with those from after "
+            "it; call set_reshard_after_backward(True) before the last backward pass of each step"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, no_modes, saved_with
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast, schema_of
-from memfit.torch_private.ranks import groups_inside, groups_of
+from memfit.torch_private.ranks import groups_inside, groups_of, groups_talked_to
 from memfit.torch_private.sharding import is_sharded, local
 from memfit.torch_private.tensors import StorageWeakRef, draws, is_of_array, storage_key, tensors_in
 
@@ -76,10 +76,13 @@ class BlockMode(UnwrappedMode):
             with no_modes():  # hooks of the user's may call operators
                 return pack(tensor)
 
-        self._hooks = saved_with(note, unpack)
+        self._hooks = saved_with(self._as_hook(note), unpack)
         self._hooks.__enter__()
         self._begin()
         return self
+
+    def _as_hook(self, note: Callable[..., Any]) -> Callable[..., Any]:
+        return note
 
     def _begin(self) -> None:
         self._recorder.inside = self
@@ -92,6 +95,10 @@ class BlockMode(UnwrappedMode):
     def compiled_code_begins(self) -> None:
         """Let the block be looked at anew, as one that is compiled."""
         self.calls_compiled = self._recorder.is_incomplete = True
+
+    def noting_groups(self) -> AbstractContextManager[Any]:
+        """Return the context of what a plan may repeat: the second forward pass, or the first one of a kept call."""
+        return nullcontext()
 
     def _saved(self, tensor: torch.Tensor) -> int | None:
         """Return the block's storage of a tensor that autograd saves; None if it is not the block's."""
@@ -259,19 +266,35 @@ class CompiledMode(BlockMode):
     def _begin(self) -> None:
         self._op = OpSeen(name="compiled", nth=0, storage=None, seconds=0.0, draws=False, moment=self._tick())
         self.call.ops.append(self._op)
+        self._seen: dict[int, StorageWeakRef] = {}  # by key
         self._watch = Stopwatch(self._recorder.device)
 
     def _end(self, *raised: Any) -> None:  # noqa: ARG002
         self._watch.stop()
         self._recorder.time(self._op, self._watch)
 
+    def _as_hook(self, note: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compiler.disable(note)  # or it would be compiled, too, where the block breaks into several graphs
+
+    @contextmanager
+    def noting_groups(self) -> Iterator[None]:
+        """Note the collectives of compiled code, and not those by which `fully_shard` gathers before it."""
+        groups = list[Any]()
+        try:
+            with groups_talked_to(self._recorder.device) as groups:
+                yield
+        finally:
+            self.call.has_collectives |= bool(groups)
+            self._recorder.note_groups(groups)
+
     def _saved(self, tensor: torch.Tensor) -> int | None:
         key = key_of(tensor)
         if not key or key in self._given or key in self._recorder.own:
             return None
-        if key not in self.of:
-            size_bytes = taken_bytes(local(tensor).untyped_storage().nbytes(), self._recorder.device)
-            self.of[key] = len(self.call.storages)
+        if key not in self._seen or self._seen[key].expired():  # else its place may be that of one that is gone
+            storage = local(tensor).untyped_storage()
+            size_bytes = taken_bytes(storage.nbytes(), self._recorder.device)
+            self.of[key], self._seen[key] = len(self.call.storages), StorageWeakRef(storage)
             self.call.storages.append(StorageSeen(size_bytes=size_bytes, last_write=0, dropped=0))
         return self.of[key]
 

@@ -24,7 +24,7 @@ from memfit.memory.place import bytes_of
 from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
 from memfit.torch_private.checkpoints import detached
 from memfit.torch_private.sharding import modules_that_gather
-from memfit.torch_private.tensors import storage_users
+from memfit.torch_private.tensors import StorageWeakRef, storage_users
 
 _LEAST_BYTES = 1 << 12  # smaller storages stay
 _CALLS_FREE = 2  # room is made for what so many calls like the largest one so far make: its tensors, and gradients
@@ -39,12 +39,12 @@ class _Contents:
         size_bytes: of the storage, while it is on the host alone.
 
     Args:
-        left: called with the bytes that leave the device, or come back if negative.
+        left: see `FirstPass`.
     """
 
     __slots__ = ("_left", "on_host", "saved", "size_bytes")
 
-    def __init__(self, left: Callable[[int], None]) -> None:
+    def __init__(self, left: Callable[..., None]) -> None:
         self.saved: list[weakref.ref[_Saved]] = []
         self.on_host: HostCopy | None = None
         self.size_bytes, self._left = 0, left
@@ -67,11 +67,11 @@ class _Contents:
             whole = bytes_of(storage)
             on_host = HostCopy(make_slab(storage.device, len(whole), None), whole, 0)
             on_host.wait()
-        self.on_host, self.size_bytes = on_host, len(whole)
+        self.on_host, self.size_bytes, gone = on_host, len(whole), StorageWeakRef(storage)
         for saved in alive:
             saved.let_go()
         del whole, storage
-        self._left(self.size_bytes)
+        self._left(self.size_bytes, gone)
 
     def come_back(self) -> None:
         """Let autograd have the storage again, if it is on the host alone."""
@@ -110,7 +110,7 @@ class FirstPass:
         live_bytes: returns what they take.
         calls: of blocks, and of modules beside them, as they are seen.
         own: keys of the model's own storages, which stay.
-        left: called with the bytes that leave the device, or come back if negative.
+        left: called with the bytes that have left the device, or come back if negative; and with the storage that left.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FirstPass:
         live_bytes: Callable[[], int],
         calls: Sequence[CallSeen],
         own: Container[int],
-        left: Callable[[int], None],
+        left: Callable[..., None],
     ) -> None:
         self._device, self._live_bytes, self._own, self._left = device, live_bytes, own, left
         self._budget_bytes, self._calls, self._seen, self._largest_bytes = budget_bytes, calls, 0, 0
@@ -182,7 +182,7 @@ def first_pass(
     device: torch.device,
     live_bytes: Callable[[], int],
     calls: Sequence[CallSeen],
-    left: Callable[[int], None] = lambda _bytes: None,
+    left: Callable[..., None] = lambda *_: None,
 ) -> FirstPass | None:
     """Return what a pass without a plan keeps; None where nothing is to be held, or parameters are gathered in it.
 

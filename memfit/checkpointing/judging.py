@@ -83,6 +83,7 @@ class Judge:
         Args:
             groups: process groups that a lean pass has seen.
         """
+        self._plans.has_collectives |= bool(groups)
         if not groups or not self._may_share or self._shared is not None:
             return False
         self._shared = SharedPolicy(groups, self._plans, self.contract)

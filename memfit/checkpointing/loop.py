@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.capture.optimizer import changes_parameters
+from memfit.capture.step_check import refuse_gathered_over_updates
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
@@ -318,6 +319,7 @@ class Loop:
         if self._updates.are_of(optimizer):
             self._awaited.clear()  # of calls that are not trained on
             self._updates.to_come = max(0, self._updates.to_come - 1)
+            refuse_gathered_over_updates(self.model, "memfit.checkpoint")
 
     # -- plans
 
@@ -361,7 +363,7 @@ class Loop:
         planned = None if is_fixed else lean.given_by_block()
         return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
 
-    def _first(self, calls: Sequence[CallSeen], *left: Callable[[int], None]) -> FirstPass | None:
+    def _first(self, calls: Sequence[CallSeen], *left: Callable[..., None]) -> FirstPass | None:
         contract = None if self._compiled or self.plans.given is not None else self.contract
         return first_pass(contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, calls, *left)
 

@@ -46,6 +46,7 @@ class Plans:
         shapes: what is known, by size and kind of pass.
         steered: names of modules that a plan was made for.
         has_transforms: whether transformations of torch.func have called blocks, which they do not let recompute.
+        has_collectives: whether blocks have run collectives.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Plans:
         self._called: set[str] = set()  # of the blocks, in any pass so far
         self.contract, self.given = contract, given
         self._compiled, self.device, self._may_chain = compiled, device, may_chain
-        self._is_shared = self.has_transforms = False
+        self._is_shared = self.has_transforms = self.has_collectives = False
         self.shapes: dict[tuple[int, WindowKind, int], Shape] = {}
         self.steered: set[str] = set()
 

@@ -14,13 +14,13 @@ from memfit.capture.draws import HostGenerators
 from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
 from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.reached import OR_EAGER_MODE
-from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen
+from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen, StorageSeen
 from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
-from memfit.torch_private.sharding import groups_that_divide, local
-from memfit.torch_private.tensors import bytes_in, tensors_reached
+from memfit.torch_private.sharding import local
+from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
 
@@ -32,8 +32,7 @@ class LeanRecorder:
         device: of the model.
         start_bytes: that are live now.
         uncounted_bytes: that are live, too, and that the recorder of the device does not count.
-        model: whose own tensors blocks may write to. A compiled block, whose operators are not seen, may talk to the
-            process groups over which its parameters are divided.
+        model: whose own tensors blocks may write to.
 
     Attributes:
         has_returned: whether the model's call has returned.
@@ -48,7 +47,7 @@ class LeanRecorder:
         uncounted_bytes: int,
         model: torch.nn.Module,
     ) -> None:
-        self.device, self._uncounted_bytes, self._dividing = device, uncounted_bytes, groups_that_divide(model)
+        self.device, self._uncounted_bytes = device, uncounted_bytes
         self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
         self.lean = LeanPass(start_bytes=start_bytes)
         self.overloads: dict[str, Any] = {}
@@ -60,6 +59,7 @@ class LeanRecorder:
         self._alive: set[int] = set()
         self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
+        self._outputs: list[tuple[StorageSeen, StorageWeakRef]] = []  # of calls before any backward pass since
         self._timed: list[tuple[OpSeen, Stopwatch]] = []
         self._segment: Record | None = None
         self._absent_bytes = self._peak_bytes = 0
@@ -95,9 +95,6 @@ class LeanRecorder:
         call.follows = len(grown) == 1 and grown[0] is before and given_as == (1, False)
         if call.follows:
             call.input_bytes = taken_bytes(local(grown[0]).untyped_storage().nbytes(), self.device)
-        if is_compiled and self._dividing:
-            call.has_collectives = True
-            self.note_groups(self._dividing)
         kind = CompiledMode if is_compiled else BlockMode
         return kind(self, number, call, given)
 
@@ -112,7 +109,7 @@ class LeanRecorder:
         for tensor in outputs:
             storage = mode.of.get(key_of(tensor))
             if storage is not None:
-                mode.call.storages[storage].is_output = True
+                self._outputs.append((mode.call.storages[storage], StorageWeakRef(local(tensor).untyped_storage())))
         grown = [tensor for tensor in outputs if tensor.requires_grad]
         self._last_output = weakref.ref(grown[0]) if len(grown) == 1 else None
         self._forward_now = self._kept_now = None
@@ -144,6 +141,7 @@ class LeanRecorder:
         if self._is_over or (number not in self._alive and self.lean.calls[number].is_kept):
             return
         self._has_backward = True
+        self._look_at_outputs()
         if number in self._alive:
             self._alive.remove(number)
             self._alive_of[self.lean.calls[number].block] -= 1
@@ -152,7 +150,14 @@ class LeanRecorder:
     def end_of_backward(self) -> None:
         """Note that the backward pass is over, which recomputes no block where hooks inside keep what it saves."""
         self._has_backward = True
+        self._look_at_outputs()
         self._cut(None)
+
+    def _look_at_outputs(self) -> None:
+        """Note which outputs are held, as inputs of other calls are: none costs nothing that its block alone keeps."""
+        for storage, reference in self._outputs:
+            storage.is_output |= not reference.expired()
+        self._outputs.clear()
 
     @property
     def is_complete(self) -> bool:
@@ -197,12 +202,15 @@ class LeanRecorder:
         """
         self._timed.append((op, watch))
 
-    def left(self, size_bytes: int) -> None:
+    def left(self, size_bytes: int, storage: StorageWeakRef | None = None) -> None:
         """Count bytes that this pass alone has on the host as if they were on the device.
 
         Args:
             size_bytes: that have left the device; negative if they come back.
+            storage: that has left.
         """
+        for output, reference in self._outputs:
+            output.is_output |= storage is not None and reference == storage
         self._measure()
         self._absent_bytes += size_bytes
         if not self._is_over:

@@ -42,7 +42,7 @@ class StorageSeen:
         made: the number of the operator that makes it.
         dropped: the number of the first operator after which it was gone, as nothing was kept.
         saves: moments at which autograd saved it.
-        is_output: whether the call returns it.
+        is_output: whether the call returns it, and it is held outside until the backward pass.
         unsaved_bytes: of it that autograd does not save: of batch normalization it may save the statistics alone.
     """
 

@@ -170,11 +170,11 @@ class Steering:
         @contextmanager
         def again() -> Iterator[None]:
             recorder.again(number)
-            with self._again_once(without, spot, snapshot, nullcontext()):
+            with self._again_once(without, spot, snapshot, mode.noting_groups()):
                 yield
 
         if is_kept:
-            with mode:
+            with mode, mode.noting_groups():
                 output = call.run()
         else:
             output = self._checkpoint(lambda: (mode, Repeated(again)), call.forward, call.args, call.kwargs)

@@ -219,6 +219,7 @@ class Updates:
 
     def are_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates the model."""
-        own = set(map(id, self._model.parameters()))
+        first = (each() for each in self._first)  # of one that `fully_shard` keeps gathered, modules show others
+        own = set(map(id, (*self._model.parameters(), *first)))
         # a tensor that is no parameter, and so of no module, is a copy of some that a wrapper updates: DeepSpeed's
         return any(id(each) in own or type(each) is torch.Tensor for each in parameters_of(optimizer))

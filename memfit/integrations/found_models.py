@@ -34,7 +34,6 @@ from memfit.system.recorder import allocated_bytes, watch
 from memfit.torch_private.autograd import has_modes
 from memfit.torch_private.dynamo import is_compiled_soundly
 from memfit.torch_private.modules import CallsSeen, is_compiled, own_call, uncompiled
-from memfit.torch_private.ranks import has_ranks
 
 _log = logging.getLogger("memfit")
 
@@ -242,10 +241,11 @@ class Running:
     def _joins(self) -> bool:
         """Let one plan hold the models of a loop from its second step on; return whether it does from now on.
 
-        Those are the ones that were called before any of them was planned. Ranks, which might differ, are left alone.
+        Those are the ones that were called before any of them was planned. Where ranks follow one policy, as blocks run
+        collectives, models are left apart: another rank might not join its own.
         """
         joined = [each for each in self._steered if each.may_join and (loop := each.loop()) and not loop.plans.has_any]
-        if len(joined) < 2 or has_ranks():
+        if len(joined) < 2:
             return False
         models = [model for each in joined for ref in each.models if (model := ref()) is not None]
         devices = {parameter.device for model in models for parameter in model.parameters()}
@@ -256,6 +256,8 @@ class Running:
             if not each.history.over and (loop := each.loop()) is not None:
                 loop.end()
         if any(each.history.over for each in joined):  # one of them cannot be held, and is judged by itself
+            return False
+        if any(loop.plans.has_collectives for loop in loops):
             return False
         for each in joined:
             each.close()

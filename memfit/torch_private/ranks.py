@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -172,13 +172,22 @@ def groups_inside(operator: Any, device: torch.device) -> Iterator[list[Any]]:
         operator: that is called in the block; any callable.
         device: of its tensors.
     """
-    groups: list[Any] = []
-    if not is_of_others(operator):
+    with groups_talked_to(device) if is_of_others(operator) else nullcontext(list[Any]()) as groups:
         yield groups
-        return
-    before = _collectives(device)
-    yield groups
-    groups += [group for group, count in _collectives(device).items() if count != before.get(group)]
+
+
+@contextmanager
+def groups_talked_to(device: torch.device) -> Iterator[list[Any]]:
+    """Note the process groups of the collectives that begin in the block, by whatever code; its end fills the list.
+
+    Args:
+        device: of their tensors.
+    """
+    groups, before = list[Any](), _collectives(device)
+    try:
+        yield groups
+    finally:
+        groups += [group for group, count in _collectives(device).items() if count != before.get(group)]
 
 
 def is_of_others(operator: Any) -> bool:

@@ -137,19 +137,19 @@ def parameters_that_are_gathered(model: torch.nn.Module) -> set[torch.Tensor]:
     return {each.sharded_param for group in groups for each in group.fsdp_params if not each.is_dtensor}
 
 
-def groups_that_divide(model: torch.nn.Module) -> list[Any]:
-    """Return the process groups over which parameters stay divided in a model's forward pass (tensor parallelism)."""
-    groups = [group for module in model.modules() for group in _groups(_state(module))]
-    gathered = {each.sharded_param: each for group in groups for each in group.fsdp_params}
-    meshes: dict[int, Any] = {}
-    for parameter in filter(is_sharded, model.parameters()):
-        each, mesh = gathered.get(parameter), parameter.device_mesh  # pyright: ignore
-        if each is not None:
-            spec = getattr(each, "_unsharded_dtensor_spec", None) or getattr(each, "_tp_spec", None)
-            mesh = spec.mesh if each.is_dtensor else None
-        if mesh is not None:
-            meshes[id(mesh)] = mesh
-    return [group for mesh in meshes.values() for group in mesh.get_all_groups() if group.size() > 1]
+def gathered_before_it_reshards(model: torch.nn.Module) -> str:
+    """Return the name of a module whose parameters are gathered now, and sharded after its next forward pass.
+
+    The root keeps its own after a forward pass, so that it is none of these; empty if there are none.
+
+    Args:
+        model: between two passes.
+    """
+    for name, module in model.named_modules():
+        for group in _groups(_state(module)):
+            if group.is_unsharded and group.post_forward_mesh_info is not None:
+                return name or type(module).__name__
+    return ""
 
 
 def sharded_groups(model: torch.nn.Module) -> list[GroupFacts]:
