@@ -188,7 +188,7 @@ def test_each_change_of_a_setting_or_an_attribute_of_others_is_told_with_its_tes
     sources = [file for suffix in ("py", "cpp") for file in (ROOT / "memfit").rglob(f"*.{suffix}")]
     found = {(str(file.relative_to(ROOT)), name.rpartition(".")[2]) for file in sources for name in changed_in(file)}
     assert {each for each in found - told if each[0] != "memfit/__main__.py"} == set()
-    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").glob("test_*.py"))
+    tests = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
     for files, names, shown_by in _changes_told():
         assert files and names and shown_by
         code = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
