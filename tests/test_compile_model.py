@@ -767,6 +767,22 @@ def test_a_compiled_model_that_nobody_has_takes_no_memory(ends: str) -> None:
     assert gone() is None
 
 
+def test_an_optimizer_that_the_loop_replaces_takes_no_memory() -> None:
+    """Its states, and parameters that the model has no more, had stayed beside those of the new one."""
+    model = deep_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    memfit.compile(model, budget="64MiB", optimizer=optimizer, options=OPTIONS)
+    train(model, optimizer)
+
+    gone = [weakref.ref(each) for each in (optimizer, model[-1].weight)]
+    model[-1] = nn.Linear(64, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, steps=1)
+    gc.collect()
+
+    assert [each() for each in gone] == [None, None]
+
+
 class _TakesOut(nn.Module):
     """Computes with a parameter that it takes out of its module, and puts back."""
 
