@@ -175,6 +175,27 @@ def test_an_update_beyond_the_budget_raises() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["compile", "compile, with the optimizer", "backend"])
+def test_what_takes_more_than_the_budget_between_two_steps_is_told_once(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep_model()
+    optimizer, budget = torch.optim.SGD(model.parameters(), lr=1e-2), bytes_now(CPU) + (12 << 20)
+    if way == "backend":
+        called: Any = torch.compile(model, backend="memfit", options={"budget": budget, "reserve": 0})
+    else:
+        followed = optimizer if way == "compile, with the optimizer" else None
+        called = memfit.compile(model, budget=budget, optimizer=followed, options=OPTIONS)
+
+    for step in range(4):
+        nn.functional.cross_entropy(called(torch.randn(1024, 64)), torch.randint(0, 4, (1024,))).backward()
+        assert caplog.text.count("memfit: between two steps") == (step > 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            torch.zeros(4 << 20)  # of an average of the weights, say
+
+
 def test_an_evaluation_beyond_the_budget_raises() -> None:
     model = memfit.compile(deep_model(), budget=bytes_now(CPU) + (1 << 20), reserve=0)
     with torch.no_grad():
