@@ -559,6 +559,26 @@ def test_two_calls_before_one_backward_warn_where_a_parameter_is_used_often(
     assert ("summed first" in caplog.text) == is_tied
 
 
+class Twice(nn.Linear):
+    """Uses its weight twice, after code that PyTorch's compiler does not take in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e9:
+            x = x + 1
+        return nn.functional.linear(nn.functional.linear(x, self.weight).tanh(), self.weight)
+
+
+def test_blocks_that_run_by_one_graph_with_parameters_of_their_own_are_no_two_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {"budget": "256MiB", "reserve": 0, "planner": "none"}
+    model: Any = torch.compile(nn.Sequential(*[Twice(8, 8) for _ in range(4)]), backend="memfit", options=options)
+    for again in (False, True):
+        hidden = model(torch.randn(4, 8))
+        (model(hidden) if again else hidden).sum().backward()
+        assert ("summed first" in caplog.text) == again
+
+
 class Numbers(nn.Module):
     """Computes with an attribute that the loop changes, in each of the ways that take a tensor in its place."""
 
