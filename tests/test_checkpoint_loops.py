@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 from memfit.errors import BudgetNotHeldError, MemfitError, UnsupportedStepError
+from memfit.memory.contract import WindowKind
 from memfit.system.recorder import allocated_bytes, record
 
 Step = Callable[[int], Iterable[torch.Tensor]]
@@ -607,6 +609,23 @@ def test_blocks_that_are_replaced_and_added_are_steered() -> None:
         return Loop([model], step)
 
     require_same(make, 0.8)
+
+
+def test_a_layer_that_is_replaced_with_its_gradient_takes_no_memory_and_changes_no_kind_of_step() -> None:
+    model = net()
+    with memfit.checkpoint(model, "1GiB") as handle:
+        optimizer = adam(model)
+        for number in range(4):
+            if number == 2:
+                gone = weakref.ref(model.after.weight)
+                model.after = torch.nn.Linear(64, 4)
+                optimizer = adam(model)
+            optimizer.zero_grad()
+            x, y = rows(number)
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert gone() is None
+    assert {each.kind for each in handle.report().sizes} == {WindowKind.FIRST}
 
 
 def test_lazy_parameters_are_made_by_the_first_call() -> None:

@@ -175,6 +175,27 @@ def test_an_update_beyond_the_budget_raises() -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["compile", "compile, with the optimizer", "backend"])
+def test_what_takes_more_than_the_budget_between_two_steps_is_told_once(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep_model()
+    optimizer, budget = torch.optim.SGD(model.parameters(), lr=1e-2), bytes_now(CPU) + (12 << 20)
+    if way == "backend":
+        called: Any = torch.compile(model, backend="memfit", options={"budget": budget, "reserve": 0})
+    else:
+        followed = optimizer if way == "compile, with the optimizer" else None
+        called = memfit.compile(model, budget=budget, optimizer=followed, options=OPTIONS)
+
+    for step in range(4):
+        nn.functional.cross_entropy(called(torch.randn(1024, 64)), torch.randint(0, 4, (1024,))).backward()
+        assert caplog.text.count("memfit: between two steps") == (step > 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            torch.zeros(4 << 20)  # of an average of the weights, say
+
+
 def test_an_evaluation_beyond_the_budget_raises() -> None:
     model = memfit.compile(deep_model(), budget=bytes_now(CPU) + (1 << 20), reserve=0)
     with torch.no_grad():
@@ -547,6 +568,26 @@ def test_two_calls_before_one_backward_warn_where_a_parameter_is_used_often(
     assert ("summed first" in caplog.text) == is_tied
 
 
+class Twice(nn.Linear):
+    """Uses its weight twice, after code that PyTorch's compiler does not take in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e9:
+            x = x + 1
+        return nn.functional.linear(nn.functional.linear(x, self.weight).tanh(), self.weight)
+
+
+def test_blocks_that_run_by_one_graph_with_parameters_of_their_own_are_no_two_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = {"budget": "256MiB", "reserve": 0, "planner": "none"}
+    model: Any = torch.compile(nn.Sequential(*[Twice(8, 8) for _ in range(4)]), backend="memfit", options=options)
+    for again in (False, True):
+        hidden = model(torch.randn(4, 8))
+        (model(hidden) if again else hidden).sum().backward()
+        assert ("summed first" in caplog.text) == again
+
+
 class Numbers(nn.Module):
     """Computes with an attribute that the loop changes, in each of the ways that take a tensor in its place."""
 
@@ -774,6 +815,22 @@ def test_a_compiled_model_that_nobody_has_takes_no_memory(ends: str) -> None:
     gc.collect()
 
     assert gone() is None
+
+
+def test_an_optimizer_that_the_loop_replaces_takes_no_memory() -> None:
+    """Its states, and parameters that the model has no more, had stayed beside those of the new one."""
+    model = deep_model()
+    optimizer = torch.optim.Adam(model.parameters())
+    memfit.compile(model, budget="64MiB", optimizer=optimizer, options=OPTIONS)
+    train(model, optimizer)
+
+    gone = [weakref.ref(each) for each in (optimizer, model[-1].weight)]
+    model[-1] = nn.Linear(64, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, steps=1)
+    gc.collect()
+
+    assert [each() for each in gone] == [None, None]
 
 
 class _TakesOut(nn.Module):

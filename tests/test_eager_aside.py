@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from eager_loops import CPU, Trained, mlp, mlp_loss
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memfit
@@ -164,6 +166,39 @@ def test_the_mode_stays_on_where_hooks_of_parameters_may_write() -> None:
 
     same_within(looking, 0.6, optimizer)
     assert Looks.found[-STEPS:] == [True] * STEPS
+
+
+@pytest.mark.parametrize("is_on_module", [False, True])
+def test_the_mode_stays_on_where_hooks_of_a_layer_that_was_added_inside_may_write(is_on_module: bool) -> None:
+    shift = torch.zeros(64)
+
+    class Shifted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.gelu(super().forward(x) + shift)
+
+    def writes(*_: Any) -> None:
+        shift.add_(1)
+
+    def train(budget: int) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model, most = nn.Sequential(*[Shifted(64, 64) for _ in range(8)], nn.Linear(64, 4)), 0
+        with nullcontext() if budget == 0 else memfit.eager(model, budget=budget):
+            for number in range(4):
+                if number == 1:
+                    model[-1] = nn.Linear(64, 4)
+                    if is_on_module:
+                        model[-1].register_full_backward_hook(writes)
+                    else:
+                        model[-1].weight.register_hook(writes)
+                shift.zero_()
+                with record(CPU) as usage:
+                    plain(model, torch.optim.SGD(model.parameters(), lr=0.01), number)
+                most = max(most, usage.start_bytes + usage.peak_bytes)
+        return [each.detach() for each in model.parameters()], most
+
+    expected, most = train(0)
+    found, _ = train(most * 9 // 10)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_parameters_that_are_updated_in_backward() -> None:

@@ -194,6 +194,39 @@ def _set_or_reset(own: contextvars.ContextVar[float], value: float) -> None:
         own.reset(TOKENS.pop())
 
 
+ELSEWHERE = {"gain": 2.0}
+
+
+class Special:
+    """Has no attribute: Python looks up in the class what it is asked, and a dictionary elsewhere has the answer."""
+
+    __slots__ = ()
+
+    def __getattr__(self, _name: str) -> float:
+        return ELSEWHERE["gain"]
+
+    def __getitem__(self, _index: int) -> float:
+        return ELSEWHERE["gain"]
+
+    def __bool__(self) -> bool:
+        return ELSEWHERE["gain"] == 2.0
+
+    def __enter__(self) -> float:
+        return ELSEWHERE["gain"]
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+def _entered(own: Special) -> float:
+    with own as gain:
+        return gain
+
+
+def _set_elsewhere(_own: object, value: float) -> None:
+    ELSEWHERE["gain"] = value
+
+
 TOKENS: list[contextvars.Token[float]] = []
 UNSET: contextvars.ContextVar[float] = contextvars.ContextVar("unset")
 VARIABLE = contextvars.ContextVar("gain", default=2.0)
@@ -288,6 +321,10 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Read, Write]] = {
         lambda own: own.gain,
         lambda _own, value: setattr(Asking.__dict__["gain"], "value", value),
     ),
+    "an attribute that its class makes up": (Special, lambda own: own.anything, _set_elsewhere),
+    "an item that its class makes up": (Special, lambda own: own[0], _set_elsewhere),
+    "a truth value": (Special, lambda own: 2.0 if own else 3.0, _set_elsewhere),
+    "a context manager": (Special, _entered, _set_elsewhere),
     "a class of a class": (lambda: OfKind, lambda own: own.gain, lambda _own, value: setattr(Kind, "gain", value)),
     "a distribution": (
         lambda: torch.distributions.Normal(2.0, 1.0),

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from checkpoint_models import Outside
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from memfit.commands.run import main
 from memfit.errors import BudgetNotHeldError, OverBudgetError, UnsupportedStepError
@@ -51,6 +52,7 @@ _TRAIN = """
 import sys
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 torch.manual_seed(0)
 layers = [nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(6)]
@@ -355,6 +357,17 @@ def test_a_layer_that_is_added_to_a_model_is_held_with_it(running: Running) -> N
     held = _train(model, steps=2)
     assert _equal(bare, held)
     assert "_Block" not in [each.name for each in running.end()]
+
+
+def test_parameters_that_are_computed_from_others_are_no_models(running: Running) -> None:
+    model = _Model()
+    for block in model.blocks:
+        parametrizations.weight_norm(cast("_Block", block).inner)
+        parametrizations.spectral_norm(cast("_Block", block).outer)  # which computes it once
+    penalty = cast("_Block", model.blocks[0]).inner.weight.square().sum()
+    penalty.backward()
+    _train(model, steps=2)
+    assert _by(running.end()) == [("_Model", False, "")]
 
 
 def test_teachers_evaluations_and_losses_are_not_held(running: Running) -> None:

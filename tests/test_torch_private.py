@@ -2196,6 +2196,8 @@ def test_tables_structure_and_lazy_parameters_of_modules() -> None:
         structure = Structure(model)
         change()
         assert structure.is_outdated
+        structure.refresh()
+        assert not structure.is_outdated and structure.modules == list(model.modules())
     model[1] = former
     assert not Structure(model).is_outdated
 

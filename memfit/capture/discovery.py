@@ -64,6 +64,7 @@ MODULE_NAMES = frozenset(vars(torch.nn.Module()))
 _OWN = ("memfit.checkpointing.", "memfit.memory.")  # hooks on the model, and stand-ins for `forward`
 _SLOTS = (MemberDescriptorType, GetSetDescriptorType)
 _FUNCTIONS = (FunctionType, staticmethod, classmethod, property, functools.cached_property, *_SLOTS)
+_MAKING = ("__init__", "__new__", "__init_subclass__")  # the class is found where it is called
 _VIEWS = (MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())), BuiltinMethodType, MethodWrapperType)
 
 
@@ -197,9 +198,8 @@ class Discovery(Found):
         if is_opaque(cls):
             return
         self._add_slots(path, value, [name for c in cls.__mro__ for name in slot_names(c)])
-        call = next((c.__dict__["__call__"] for c in cls.__mro__ if "__call__" in c.__dict__), None)
-        if call is not None:  # looked up in the class, where no attribute is read
-            self._discover(call, path)
+        for base in cls.__mro__:
+            self._discover_descriptors(base)
 
     def _add_slots(self, path: str, owner: Any, names: list[str]) -> None:
         for name in names:
@@ -224,12 +224,16 @@ class Discovery(Found):
             self._discover_descriptors(cls)
 
     def _discover_descriptors(self, cls: type) -> None:
-        """Look at the objects that compute attributes of a class, before they do; functions are read as they run."""
+        """Look at the objects that compute attributes of a class, before they do; functions are read as they run.
+
+        But those with special names (`__call__`, `__getattr__`, `__bool__`) are looked up where no attribute is read.
+        """
         if id(cls) in self._described or is_opaque(cls):
             return
         self._described[id(cls)] = cls
         for name, raw in list(cls.__dict__.items()):
-            if hasattr(type(raw), "__get__") and not isinstance(raw, _FUNCTIONS):
+            is_special = name.startswith("__") and callable(raw) and not isinstance(raw, type) and name not in _MAKING
+            if is_special or (hasattr(type(raw), "__get__") and not isinstance(raw, _FUNCTIONS)):
                 self._discover(raw, f"{cls.__qualname__}.{name}")
 
     def _discover_modules(self, root: torch.nn.Module, path: str) -> None:

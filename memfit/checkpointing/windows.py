@@ -19,6 +19,7 @@ from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited
 from memfit.system.recorder import Record, record
 from memfit.torch_private.cuda import LastStream
+from memfit.torch_private.modules import Structure
 from memfit.torch_private.tensors import tensors_reached
 
 _MOST_REMEMBERED = 1000
@@ -182,8 +183,8 @@ class Updates:
 
     def __init__(self, model: torch.nn.Module, to_come: int) -> None:
         self.to_come = to_come
-        self._model = model
-        self._parameters: list[torch.nn.Parameter] = []
+        self._model, self._structure = model, Structure(model)
+        self._seen: weakref.ref[torch.nn.Parameter] | None = None  # the model's first one in the last window
         self._first = [weakref.ref(each) for each in model.parameters()]  # a wrapper may keep them from its calls
         self._count = self._before = 0  # now, and when the last window began
 
@@ -193,10 +194,11 @@ class Updates:
         Raises:
             UnsupportedStepError: the model was wrapped by FSDP's first version since.
         """
-        if not self._parameters or next(self._model.parameters()) is not self._parameters[0]:  # sharding replaces them
-            self._parameters = list(self._model.parameters())
-            refuse_first_fsdp([*self._parameters, *(each() for each in self._first)], "memfit.checkpoint")
-        has_gradients = any(each.is_leaf and each.grad is not None for each in self._parameters)
+        parameters = self._parameters()
+        if self._seen is None or self._seen() is not parameters[0]:  # sharding replaces them
+            self._seen = weakref.ref(parameters[0])
+            refuse_first_fsdp([*parameters, *(each() for each in self._first)], "memfit.checkpoint")
+        has_gradients = any(each.is_leaf and each.grad is not None for each in parameters)
         is_later = has_gradients or 0 < self._count == self._before
         self._before = self._count
         return WindowKind.LATER if is_later else WindowKind.FIRST
@@ -209,8 +211,12 @@ class Updates:
         Args:
             given: all arguments of the call.
         """
-        needs = [tensor.requires_grad for tensor in (*tensors_reached(given), *self._parameters)]
+        needs = [tensor.requires_grad for tensor in (*tensors_reached(given), *self._parameters())]
         return hash(tuple(needs))
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        self._structure.refresh()
+        return [each for table in self._structure.parameters for each in table.values() if each is not None]
 
     def count(self) -> int:
         """Count an update; return how many there were."""

@@ -127,7 +127,8 @@ class Account:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
         if self._is_in_step:
             return
-        self._close()
+        if self._close() and self.is_judging and self._live_bytes > self.budget_bytes:
+            self._warnings.warn(self.contract.between_text(self._live_bytes), "between", most=1)
         self._follow_stream()
         others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
         # what steps of another plan took must not count once more
@@ -256,8 +257,7 @@ class Account:
         if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
-        self._make_way()
-        self._open = Window(self.device)  # of the update
+        self._watch()
         if taken and self.is_judging:
             self._judge(taken)
             if self.ended is not None:
@@ -265,6 +265,7 @@ class Account:
 
     def _end_update(self) -> None:
         taken = self._close()
+        self._watch()
         self._updates += 1
         self._left_bytes = held_bytes(self.device) - self._others_bytes
         fits = self._live_bytes <= self.budget_bytes
@@ -292,6 +293,11 @@ class Account:
                     least_budget_bound_bytes=0,
                 )
             )
+
+    def _watch(self) -> None:
+        """Measure what follows in the loop, such as the update, until the next step begins."""
+        self._make_way()
+        self._open = Window(self.device)
 
     def _judge(self, taken_bytes: int) -> None:
         """Let later plans get fewer bytes, or more, or refuse.

@@ -137,6 +137,7 @@ class PlannedGraph:
         self.compiled: dict[Any, CompiledGraph] = {}
         self.warnings = Warnings()
         self.awaiting = 0  # backward passes of calls so far
+        self._summed: set[int] = set()  # parameters of these that are used several times
         self._given_account = account
         self._device = torch.device("cpu")  # of the latest call
         self._read = read
@@ -199,9 +200,10 @@ class PlannedGraph:
     def _warn_of_sums(self, inputs: Sequence[Any]) -> None:
         """Warn where eager would sum a parameter's gradients use by use, over calls that one backward pass is for."""
         if not self.awaiting:
-            return
+            self._summed = set()
         places = zip(inputs, (node for node in self.module.graph.nodes if node.op == "placeholder"), strict=False)
-        if any(isinstance(given, torch.nn.Parameter) and len(node.users) > 1 for given, node in places):
+        often = {id(it) for it, node in places if isinstance(it, torch.nn.Parameter) and len(node.users) > 1}
+        if often & self._summed:  # equal blocks, of other parameters, may run by one graph
             self.warnings.warn(
                 "a graph that uses a parameter several times (tied embeddings, say) was called again before the "
                 "backward pass of its last call: if one backward pass is for both, each call's gradients are summed "
@@ -209,6 +211,7 @@ class PlannedGraph:
                 "sums",
                 most=1,
             )
+        self._summed |= often
 
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""

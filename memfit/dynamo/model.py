@@ -160,8 +160,7 @@ class PlannedCalls:
         return returned
 
     def _captured(self, *arguments: Any, **named: Any) -> Any:
-        if self._structure.is_outdated:
-            self._structure = Structure(self._model)
+        self._structure.refresh()
         tables = self._structure.parameters
         before = [*map(dict, tables)]
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,16 +34,20 @@ class Optimizers:
         updated: called after each update.
 
     Attributes:
-        followed: these optimizers.
         may_step_alone: whether updates may follow calls that ran no graph.
     """
 
     def __init__(self, device: torch.device, ran: Callable[[], int], updated: Callable[[], None]) -> None:
         self._device, self._ran, self._updated = device, ran, updated
-        self.followed: tuple[torch.optim.Optimizer, ...] = ()
+        self._followed: list[weakref.ref[torch.optim.Optimizer]] = []
         self.may_step_alone = False
         self._hooks: list[Any] = []
         self._ran_before: dict[int, int] = {}  # by the optimizer: calls of graphs before its last step
+
+    @property
+    def followed(self) -> tuple[torch.optim.Optimizer, ...]:
+        """These optimizers. One that the loop has replaced by another goes, with its states."""
+        return tuple(each for each in (follow() for follow in self._followed) if each is not None)
 
     def follow(self, *optimizers: object) -> None:
         """Count what the state of these optimizers will take, and measure their updates.
@@ -56,14 +61,14 @@ class Optimizers:
             UnsupportedStepError: one evaluates the loss several times in a step.
         """
         remove_all(self._hooks)
-        self.followed, self._ran_before = (), {}
+        self._followed, self._ran_before = [], {}
         for optimizer in map(innermost, optimizers):
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise InvalidTargetError(
                     f"optimizer is a {type(optimizer).__name__}, expected a torch.optim.Optimizer, or one wrapped"
                 )
             require_supported(optimizer)
-            self.followed += (optimizer,)
+            self._followed.append(weakref.ref(optimizer))
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._ran_before[id(optimizer)] = self._ran()
             self._hooks.append(optimizer.register_step_post_hook(self._stepped))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -32,6 +32,7 @@ from memfit.torch_private.autograd import (
     switched_on,
 )
 from memfit.torch_private.modules import (
+    Structure,
     global_module_hooks,
     leaf_hooks,
     module_hooks,
@@ -55,7 +56,7 @@ class Aside:
     Args:
         mode: is taken off.
         contents: of the device.
-        modules: of the model.
+        model: whose hooks, and whose parameters' gradients, code in backward may have to do with.
         ended: called after the mode was off, with the most bytes that were live, and whether backward ran.
     """
 
@@ -63,12 +64,12 @@ class Aside:
         self,
         mode: TorchDispatchMode,
         contents: Contents,
-        modules: Sequence[torch.nn.Module],
+        model: torch.nn.Module,
         ended: Callable[[int, bool], None],
     ) -> None:
         self.is_off = False
         self._mode, self._contents, self._ended = mode, contents, ended
-        self._modules, self._optimizers = modules, set[type]()
+        self._structure, self._optimizers = Structure(model), set[type]()
         self._scheduled: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
         self._has_hooks = False  # on tensors of a graph
 
@@ -118,9 +119,11 @@ class Aside:
     def _may_lose(self) -> bool:
         """Return whether code may write, in backward, to what contents are made of."""
         contents = self._contents
-        if any(global_module_hooks()[2:]) or any(any(module_hooks(each)[2:]) for each in self._modules):
+        self._structure.refresh()
+        modules = self._structure.modules
+        if any(global_module_hooks()[2:]) or any(any(module_hooks(each)[2:]) for each in modules):
             return True
-        for parameter in chain.from_iterable(module_tables(each)[0].values() for each in self._modules):
+        for parameter in chain.from_iterable(module_tables(each)[0].values() for each in modules):
             if parameter is None:
                 continue
             if any(leaf_hooks(parameter)):

@@ -153,7 +153,7 @@ class Eager(Uncopied):
             needs,
             host,
             may_grow=may_grow,
-            modules=list(self._model.modules()) if may_be_off else None,
+            model=self._model if may_be_off else None,
         )
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)

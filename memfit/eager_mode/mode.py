@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -52,7 +52,7 @@ class BudgetMode(UnwrappedMode):
         needs: of calls on the device.
         host: where contents are copied to; None if that is nowhere.
         may_grow: see `Pages`.
-        modules: of the model, if the mode may be off in backward passes and updates.
+        model: if the mode may be off in backward passes and updates.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BudgetMode(UnwrappedMode):
         host: Host | None = None,
         *,
         may_grow: bool = True,
-        modules: Sequence[torch.nn.Module] | None = None,
+        model: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.contents = Contents(budget_bytes, live_bytes, model_bytes, host, _RESERVE_BYTES[needs.device.type])
@@ -81,7 +81,7 @@ class BudgetMode(UnwrappedMode):
         self._watch_bytes = _calm_bytes(self.contents)
         self._thread: threading.Thread | None = None  # that is in the block
         self._turn = Turn()  # to read what autograd saved
-        self._aside = None if modules is None else Aside(self, self.contents, modules, self._was_off)
+        self._aside = None if model is None else Aside(self, self.contents, model, self._was_off)
 
     @property
     def is_in_pass(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.capture.optimizer import alive_optimizers, changes_parameters
@@ -172,7 +173,8 @@ class Running:
         """Return whether a call with gradients that begins is the first one of a model in training."""
         if module in self._known or torch.jit.is_tracing() or has_modes():
             return False
-        if any(each is module for root in self._roots for each in root.modules()):  # a layer that was added to it
+        is_read = isinstance(module, ParametrizationList)  # of a parameter that is computed from others
+        if is_read or any(each is module for root in self._roots for each in root.modules()):  # or a new layer
             self._known.update(module.modules())
             return False
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())

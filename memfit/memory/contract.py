@@ -271,6 +271,18 @@ class Contract:
             )
         return f"a step {took}; the next one is planned for less"
 
+    def between_text(self, live_bytes: int) -> str:
+        """Return what to say where code between two steps took more than the budget.
+
+        Args:
+            live_bytes: of tensors, the most that there were.
+        """
+        return (
+            f"between two steps {format_bytes(live_bytes)} were live, more than the budget of "
+            f"{format_bytes(self.budget_bytes)}: in an update, an average of the weights, an evaluation outside of the "
+            "model; no plan of forward and backward changes that"
+        )
+
     def measuring_text(self, taken_bytes: int) -> str:
         """Return what to say where measuring the ops of a new graph took more than the budget.
 

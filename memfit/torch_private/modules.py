@@ -60,21 +60,29 @@ class Structure:
 
     Args:
         model: whose modules are looked at now.
+
+    Attributes:
+        modules: these, the model first.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._children = [dict(_children_of(module)) for module in self._modules]
+        self.modules = list(model.modules())
+        self._children = [dict(_children_of(module)) for module in self.modules]
+
+    def refresh(self) -> None:
+        """Look again if the model has other modules now."""
+        if self.is_outdated:
+            self.__init__(self.modules[0])
 
     @property
     def parameters(self) -> list[dict[str, torch.nn.Parameter | None]]:
         """The tables of parameters, one for each module."""
-        return [module._parameters for module in self._modules if isinstance(module._parameters, dict)]
+        return [module._parameters for module in self.modules if isinstance(module._parameters, dict)]
 
     @property
     def is_outdated(self) -> bool:
         """Whether the model has other modules now; asked in each step."""
-        return self._children != list(map(_children_of, self._modules))
+        return self._children != list(map(_children_of, self.modules))
 
 
 def _children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
