@@ -377,6 +377,29 @@ def test_what_an_accelerator_would_not_enforce_is_refused() -> None:
         prepare(accelerate.Accelerator(cpu=True), dropped_out(), budget="1GiB", door="eager")
 
 
+def test_accelerate_holds_several_models_by_one_plan_of_checkpoint() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
+    from memfit.integrations.accelerate import prepare
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [dropped_out() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for _ in range(2):
+        prepared = prepare(accelerator, *models, *optimizers, budget="1GiB", door="checkpoint")
+    one, other, *_ = prepared  # pyright: ignore[reportPossiblyUnboundVariable]
+    for _ in range(3):
+        accelerator.backward((one(torch.randn(8, 64)) * other(torch.randn(8, 64))).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = accelerator.memfit
+    assert first is second and first.report().windows[-1].plan == 1
+    assert {name[:2] for size in first.report().sizes for name in size.planned.rules} == {"0.", "1."}
+    first.let_go()
+    separate = prepare(accelerator, *models, budget="1GiB", door="checkpoint", blocks=["*"])
+    assert len(separate) == len(set(accelerator.memfit)) == 2
+
+
 def test_accelerate_plans_several_models_that_were_prepared_once_and_again() -> None:
     accelerate = pytest.importorskip("accelerate", reason="pip install memfit[accelerate]")
     from memfit.integrations.accelerate import prepare

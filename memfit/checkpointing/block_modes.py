@@ -276,6 +276,10 @@ class CompiledMode(BlockMode):
     def _as_hook(self, note: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compiler.disable(note)  # or it would be compiled, too, where the block breaks into several graphs
 
+    def end_of_forward(self) -> None:
+        """Forget the places of what is gone, which the outputs may have."""
+        self.of = {key: storage for key, storage in self.of.items() if not self._seen[key].expired()}
+
     @contextmanager
     def noting_groups(self) -> Iterator[None]:
         """Note the collectives of compiled code, and not those by which `fully_shard` gathers before it."""

@@ -133,7 +133,8 @@ def _not_held(takes: str, size_bytes: int, contract: Contract) -> str:
 
 
 def loops_of(model: torch.nn.Module) -> list[Loop]:
-    """Return the loops whose hooks are on a model."""
-    hooks = module_hooks(model)[0].values()
+    """Return the loops whose hooks are on a model, or on the models of a ModuleList."""
+    called = model if type(model) is torch.nn.ModuleList else [model]
+    hooks = [hook for each in called for hook in module_hooks(each)[0].values()]
     owners = [getattr(hook.call, "__self__", None) for hook in hooks if isinstance(hook, Hook)]
-    return [owner for owner in owners if isinstance(owner, Loop)]
+    return list(dict.fromkeys(owner for owner in owners if isinstance(owner, Loop)))

@@ -8,7 +8,8 @@ import torch
 
 from memfit.capture.training_step import parameters_of
 from memfit.errors import InvalidOptionError, InvalidTargetError, naming_extra
-from memfit.integrations.held import EAGER, HeldModel
+from memfit.integrations.held import AUTO, CHECKPOINT, EAGER, HeldModel
+from memfit.torch_private.modules import is_compiled
 
 with naming_extra("accelerate"):
     from accelerate import Accelerator
@@ -36,7 +37,8 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
     Args:
         accelerator: one with a Dynamo backend compiles the models as without memfit.
         things: models, their optimizers, and what else `accelerator.prepare` takes. The calls of each model are planned
-            within what the others leave of the budget.
+            within what the others leave of the budget; `memfit.checkpoint` holds all of them by one plan, unless
+            `blocks` or `chunk_loss` are given, or the accelerator compiles them.
         budget: the bytes for everything on the device: `"6GiB"`, `"90% of the card"`, or an integer; of each rank's
             device, if there are several. `"60%"` of the loop's peak is for `door="checkpoint"` alone.
         door: which of memfit's doors holds it. `auto`: `memfit.compile`, or else, with several processes, for a
@@ -60,8 +62,8 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
     is_divided = accelerator.distributed_type != DistributedType.NO
     over_ranks = f"the accelerator is distributed ({accelerator.distributed_type})" if is_divided else ""
     backend = accelerator.state.dynamo_plugin.backend
-    is_compiled = backend != DynamoBackend.NO
-    why = f"the accelerator compiles the model (dynamo_backend={backend.value.lower()!r})" if is_compiled else ""
+    compiles = backend != DynamoBackend.NO
+    why = f"the accelerator compiles the model (dynamo_backend={backend.value.lower()!r})" if compiles else ""
     HeldModel(budget, door, options, _WHERE)  # a wrong option is refused before anything is prepared
     prepared = accelerator.prepare(*things)
     made = prepared if len(things) > 1 else (prepared,)
@@ -70,7 +72,12 @@ def prepare(accelerator: Accelerator, *things: Any, budget: str | int, door: str
         raise InvalidTargetError(f"{_WHERE}: no model; give the model, its optimizer and the rest to one prepare")
     optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
     held: list[HeldModel] = []
-    for model in models:
+    is_by_model = any(map(is_compiled, models)) or bool({"blocks", "chunk_loss"} & options.keys())
+    if len(models) > 1 and (door == CHECKPOINT or (door == AUTO and (why or over_ranks))) and not is_by_model:
+        together = HeldModel(budget, door, options, _WHERE)
+        together.hold(torch.nn.ModuleList(models), why_not_compile=why, over_ranks=over_ranks, has_end=False)
+        held = [together] * len(models)
+    for model in models[len(held) :]:
         own = set(model.parameters())
         theirs = [each for each in optimizers if len(models) == 1 or not own.isdisjoint(parameters_of(each))]
         held.append(HeldModel(budget, door, options, _WHERE))
