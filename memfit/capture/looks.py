@@ -56,11 +56,17 @@ class Look:
             def tensor_of(value: Value) -> torch.Tensor:
                 return value.on(made[value.storage])
 
+            last = {storage: call for call in self.calls for storage in (*call.reads, *call.writes, *call.mutates)}
+            last.pop(self.value.storage, None)
             for call in self.calls:
                 returned = call.target(*map_values(call.args, tensor_of), **map_values(call.kwargs, tensor_of))
                 for value, leaf in zip(call.results, tree_flatten(returned)[0], strict=True):
                     if value is not None:
                         made.setdefault(value.storage, leaf)
+                leaf = returned = None  # pyright: ignore[reportUnusedVariable]
+                for storage in (*call.reads, *call.writes, *call.mutates):
+                    if last.get(storage) is call:  # or all of a long computation would be live at once
+                        made.pop(storage, None)
             return bool(tensor_of(self.value).item())
 
 

@@ -15,14 +15,13 @@ import torch
 
 from memfit.checkpointing.block_modes import key_of
 from memfit.checkpointing.seen import CallSeen
-from memfit.eager_mode.kept import Saved
+from memfit.eager_mode.kept import Saved, alias_of
 from memfit.errors import HostMemoryError
 from memfit.memory.contract import Contract
 from memfit.memory.host.slab import make_slab
 from memfit.memory.host.store import HostCopy
 from memfit.memory.place import bytes_of
 from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
-from memfit.torch_private.checkpoints import detached
 from memfit.torch_private.sharding import modules_that_gather
 from memfit.torch_private.tensors import StorageWeakRef, storage_users
 
@@ -93,8 +92,7 @@ class _Saved(Saved):
     __slots__ = ("contents",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with no_modes():
-            super().__init__(None, detached(tensor))
+        super().__init__(None, alias_of(tensor))
         self.contents: _Contents | None = None
 
 
@@ -202,5 +200,4 @@ def _unpack(saved: _Saved) -> torch.Tensor:
     require_unwritten(saved.alias, saved.version)
     if saved.contents is not None:
         saved.contents.come_back()
-    with no_modes():
-        return detached(saved.alias)
+    return alias_of(saved.alias)

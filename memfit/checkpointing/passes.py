@@ -132,6 +132,14 @@ class Pass:
         if self.first is not None:
             self.first.make_room()
 
+    def returned(self) -> None:
+        """Note that a call of the model has returned."""
+        if self.recorder is not None:
+            self.recorder.has_returned = True
+        self.make_room()
+        self.let_leave()
+        self.link = None  # or the last input would be held until the end of backward
+
     def let_leave(self) -> None:
         """Let the device's memory of the input go that goes to the host."""
         leaving, self.leaving = self.leaving, None

@@ -12,7 +12,7 @@ import torch
 
 from memfit.capture.lines import calling_line
 from memfit.eager_mode.again import Again, give_back
-from memfit.eager_mode.kept import Kept, Saved
+from memfit.eager_mode.kept import Kept, Saved, alias_of
 from memfit.eager_mode.operators import is_dense
 from memfit.eager_mode.passes import Passes
 from memfit.eager_mode.releasing import Releasing, settle
@@ -20,8 +20,7 @@ from memfit.eager_mode.sources import Call, Source, Sources, flat, needed_by, te
 from memfit.errors import OverBudgetError
 from memfit.memory.host.room import Host
 from memfit.system.budget import format_bytes
-from memfit.torch_private.autograd import instead_here, no_modes, require_unwritten
-from memfit.torch_private.tensors import has_own_dispatch
+from memfit.torch_private.autograd import instead_here, require_unwritten
 
 NO_CALL: tuple[Any, Any, Any] = (None, (), {})
 _RECENT_CALLS = 32  # whose results the loop may be about to use
@@ -192,8 +191,8 @@ class Contents:
         is_plain = is_dense(tensor) and not tensor.is_conj() and not tensor.is_neg()
         source = self.sources.find(tensor.untyped_storage()) if is_plain else None
         if (source is None or source.call is None) and (not is_plain or self.releasing.host is None):
-            return Saved(None, tensor if tensor.is_leaf else _alias(tensor))
-        alias = _alias(tensor)  # a result that its own node saves would keep itself alive; the version is shared
+            return Saved(None, tensor if tensor.is_leaf else alias_of(tensor))
+        alias = alias_of(tensor)  # a result that its own node saves would keep itself alive; the version is shared
         if source is None or source.call is None:
             source = self.sources.of(alias.untyped_storage())
             source.used_at = self.calls
@@ -214,7 +213,7 @@ class Contents:
         saved.kept.source.used_at = self.calls
         if not saved.kept.is_there:
             Again(self).bring_back(saved.kept)
-        return _alias(saved.alias)  # one of its own: the alias may be freed while this one is in use
+        return alias_of(saved.alias)  # one of its own: the alias may be freed while this one is in use
 
     def make_room(self, need_bytes: int, what: Any) -> None:
         """Let contents go until there is room for a call.
@@ -328,14 +327,6 @@ class Contents:
             f"autograd saved and cannot be recomputed now, {format_bytes(rest_bytes)} by what code holds, "
             f"{format_bytes(self.reserve_bytes)} by memfit"
         )
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return another tensor over the same memory."""
-    if has_own_dispatch(tensor):  # a nested one, say, of which only its own code makes a view
-        return tensor.detach()
-    with no_modes():
-        return tensor.detach()
 
 
 def _given(sources: Sources, args: Any, kwargs: Any) -> set[Source]:

@@ -9,6 +9,7 @@ import torch
 from memfit.eager_mode.sources import Source
 from memfit.memory.place import Place, bytes_of
 from memfit.torch_private.autograd import no_modes
+from memfit.torch_private.tensors import has_own_dispatch
 
 _FEW_WORDS = 512  # of 8 bytes: fewer are kept as they are
 BOX_WORDS = 1 << 18  # of a checksum, at most
@@ -88,6 +89,14 @@ class Saved:
         assert place is not None
         with no_modes():
             self.alias.data = place.on(storage)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor over the same memory."""
+    if has_own_dispatch(tensor):  # a nested one, say, of which only its own code makes a view
+        return tensor.detach()
+    with no_modes():
+        return tensor.detach()
 
 
 def checksum(storage: torch.UntypedStorage) -> list[int]:
