@@ -13,8 +13,9 @@ import torch
 from checkpoint_models import Mlp, Net, Trained, convs, images, rows, train
 
 import memfit
-from memfit.eager_mode.eager import bytes_of_tensors
+from memfit.eager_mode.eager import Report, bytes_of_tensors
 from memfit.errors import HostMemoryError
+from memfit.integrations.found_models import Running
 from memfit.system.recorder import allocated_bytes, record
 from memfit.torch_private.autograd import default_saved_hooks
 
@@ -156,3 +157,18 @@ def test_gradients_of_gradients_and_a_graph_that_is_kept_come_through() -> None:
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     assert all(map(torch.equal, grads(1 << 20), grads(None)))
+
+
+def test_a_run_goes_on_in_eager_mode_before_a_step_that_no_plan_would_hold() -> None:
+    gc.collect()
+    before_bytes = allocated_bytes(CPU)
+    wanted = train(spread(), rows)
+    budget_bytes = int(0.47 * (max(wanted.peaks[2:]) - before_bytes))
+    gc.collect()
+    before_bytes, running = allocated_bytes(CPU), Running(budget_bytes + bytes_of_tensors(CPU))
+    running.begin()
+    got = train(spread(), rows)
+    by_checkpoint, by_eager = running.end()
+    assert got.same_bits(wanted) and max(got.peaks) - before_bytes <= budget_bytes
+    assert by_checkpoint.history is not None and by_checkpoint.history.over == 0
+    assert by_eager.why.startswith("a step would take") and isinstance(by_eager.report, Report)

@@ -115,7 +115,7 @@ class Checkpointed:
         loop = self._loop
         if loop.contract is None or not loop.contract.is_resolved or loop.is_between() or has_modes():
             return ""
-        least_bytes = loop.plans.least_bytes(loop.start_bytes())
+        least_bytes = loop.plans.least_bytes()
         return _not_held("would take", least_bytes, loop.contract) if least_bytes > loop.contract.budget_bytes else ""
 
     def freeze(self) -> None:

@@ -133,11 +133,6 @@ class Loop:
         """Return all bytes that are live on the device."""
         return allocated_bytes(self.device) + self._meter.uncounted.live_bytes()
 
-    def start_bytes(self) -> int:
-        """Return what a pass that begins now finds on the device, as plans count it."""
-        lost_bytes = self._meter.last_stream.lost_bytes
-        return allocated_bytes(self.device) + lost_bytes + self.bytes_to_come - self.other_bytes
-
     # -- windows
 
     def begin(self, called: torch.nn.Module, args: Any, kwargs: Any = None) -> None:  # none: removed in this call
@@ -209,7 +204,9 @@ class Loop:
         else:
             self._kind = self._updates.kind()
             form = self._updates.form(given)
-            agreed = self._judge.agree(Agreed(numel=self._numel, kind=self._kind, now_bytes=self.start_bytes()))
+            now_bytes = allocated_bytes(self.device) + self._meter.last_stream.lost_bytes
+            now_bytes += self.bytes_to_come - self.other_bytes
+            agreed = self._judge.agree(Agreed(numel=self._numel, kind=self._kind, now_bytes=now_bytes))
             self._numel, self._kind = agreed.numel, agreed.kind
             self._shape = self.plans.shape_of(self._numel, self._kind, form)
             self._compile_if_settled(self._shape)

@@ -78,11 +78,8 @@ class Plans:
         """Whether a plan was made."""
         return any(shape.planned is not None for shape in self.shapes.values())
 
-    def least_bytes(self, now_bytes: int) -> int:
-        """Return what a pass that begins is predicted to take at least, if all that were measured are like it.
-
-        Args:
-            now_bytes: that are live.
+    def least_bytes(self) -> int:
+        """Return what a pass takes at least, with the optimizer's state, if all that were measured are like it.
 
         Returns:
             0 where passes differ, or one was planned.
@@ -90,7 +87,7 @@ class Plans:
         if self.has_any or len({(size, form) for size, _, form in self.shapes}) != 1:
             return 0
         least = [
-            shape.planner.plan(0, now_bytes - shape.lean.start_bytes).predicted_bytes
+            shape.planner.plan(0, shape.lean.created_bytes).predicted_bytes
             for shape in self.shapes.values()
             if shape.planner is not None and shape.lean is not None
         ]

@@ -180,6 +180,7 @@ class LeanRecorder:
             op.seconds = watch.seconds() or 0.0
         self._timed.clear()
         self._take_kept_away()
+        self.lean.created_bytes = self._created_bytes
         return self.lean
 
     def _take_kept_away(self) -> None:

@@ -168,12 +168,14 @@ class LeanPass:
         moments: of the pass, in order.
         start_bytes: that were live when it began.
         at_once: name of a block -> the most calls of it that were live at once.
+        created_bytes: of the optimizer's state, which its update after the pass has made.
     """
 
     calls: list[CallSeen] = field(default_factory=list[CallSeen])
     moments: list[MomentSeen] = field(default_factory=list[MomentSeen])
     start_bytes: int = 0
     at_once: Counter[str] = field(default_factory=Counter[str])
+    created_bytes: int = 0
 
     @property
     def given_bytes(self) -> int:
