@@ -31,10 +31,13 @@ print(twice(10), sum(twice.dispatcher.stats.cache_hits.values()))
 
 
 def run(directory: Path, *, factor: int, more: str = "") -> tuple[int, int]:
-    """Run the entry point in a process of its own; return its result, and how often machine code came from disk."""
+    """Run the entry point in a process of its own; return its result, and how often machine code came from disk.
+
+    Python keeps no bytecode of its own, which it takes for new where a file of one size is written twice in a second.
+    """
     (directory / "callee.py").write_text(CALLEE.format(factor=factor, more=more))
     (directory / "entry.py").write_text(ENTRY)
-    command = [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import entry", str(directory)]
+    command = [sys.executable, "-B", "-c", "import sys; sys.path.insert(0, sys.argv[1]); import entry", str(directory)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     result, hits = printed.split()
     return int(result), int(hits)

@@ -24,6 +24,7 @@ from memfit.errors import (
     VerificationError,
 )
 from memfit.plan import Plan
+from memfit.system.recorder import record
 from memfit.workloads import build
 from memfit.workloads.iterations import lloyd, subspace
 
@@ -452,3 +453,21 @@ def test_every_command_knows_the_least_that_a_function_runs_in(capsys: pytest.Ca
     assert planned["unplanned"]["peak_bytes"] == compared["unplanned"]["peak_bytes"]
     elsewhere = answer("plan", "--budget", "40%", "--device-profile", "h100")
     assert elsewhere["predicted"]["peak_bytes"] < elsewhere["unplanned"]["peak_bytes"] / 2
+
+
+def test_what_a_loop_asks_of_its_batch_is_freed_as_it_is_used() -> None:
+    """Before each step the conditions of the loop are computed, of which each needs all rounds before it."""
+
+    def root(x: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
+        while (x.square() - squared).abs().max() > 1e-4:
+            x = 0.5 * (x + squared / x)
+        return x
+
+    start, squared = torch.full((50_000,), 50.0), torch.rand(50_000) + 1
+    step = memfit.fit_function(root, start, squared, budget="16MiB", verify=False)
+    wanted = root(start, squared)
+    step(start, squared)
+    with record("cpu") as seen:
+        found = step(start, squared)
+    assert torch.equal(found, wanted)
+    assert seen.peak_bytes < 8 * start.nbytes

@@ -227,6 +227,18 @@ def _set_elsewhere(_own: object, value: float) -> None:
     ELSEWHERE["gain"] = value
 
 
+class Two:
+    pass
+
+
+class Three:
+    pass
+
+
+class Kinds(enum.Enum):
+    PLAIN = types.SimpleNamespace(gain=2.0)
+
+
 TOKENS: list[contextvars.Token[float]] = []
 UNSET: contextvars.ContextVar[float] = contextvars.ContextVar("unset")
 VARIABLE = contextvars.ContextVar("gain", default=2.0)
@@ -330,6 +342,16 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Read, Write]] = {
         lambda: torch.distributions.Normal(2.0, 1.0),
         lambda own: own.mean,
         lambda own, value: setattr(own, "loc", torch.tensor(value)),
+    ),
+    "a class that isinstance asks for": (
+        Two,
+        lambda own: 2.0 if isinstance(own, Two) else 3.0,
+        lambda own, value: setattr(own, "__class__", Two if value == 2.0 else Three),
+    ),
+    "a member of an enumeration": (
+        lambda: Kinds,
+        lambda kinds: kinds.PLAIN.value.gain,
+        lambda kinds, value: setattr(kinds.PLAIN.value, "gain", value),
     ),
 }
 KEPT = with_gain(Plain())

@@ -167,7 +167,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("compiled_calls", "installed", "shapes", "windows"),
         ("blocks", "explaining", "reporting", "steering"),
         ("passes",),
-        ("chain", "first_passes", "policy", "recording"),
+        ("chain", "lean_offload", "policy", "recording"),
         ("block_modes",),
         ("contexts", "planning", "snapshots"),
         ("reached",),

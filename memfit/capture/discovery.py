@@ -197,6 +197,8 @@ class Discovery(Found):
             self._add_object(value, attributes, path)
         if is_opaque(cls):
             return
+        read, write = functools.partial(getattr, value, "__class__"), functools.partial(_set_slot, value, "__class__")
+        self.cells.append(Variable(f"{path}.__class__", read, write))  # for `isinstance`, which reads no attribute
         self._add_slots(path, value, [name for c in cls.__mro__ for name in slot_names(c)])
         for base in cls.__mro__:
             self._discover_descriptors(base)
@@ -275,7 +277,12 @@ class Discovery(Found):
 
     def _discover_class(self, cls: type) -> None:
         """Copy the values in a class of the user's, and look at its functions."""
-        if is_librarys(cls.__module__) or issubclass(cls, enum.Enum):
+        if is_librarys(cls.__module__):
+            return
+        if issubclass(cls, enum.Enum):
+            for member in cls:
+                if not isinstance(member.value, ATOMS):
+                    self._discover(member.value, f"{cls.__qualname__}.{member.name}.value")
             return
         self._discover(type(cls), type(cls).__qualname__)
         for base in cls.__mro__:

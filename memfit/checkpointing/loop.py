@@ -14,9 +14,9 @@ from memfit.capture.step_check import refuse_gathered_over_updates
 from memfit.checkpointing.blocks import Named
 from memfit.checkpointing.choices import FULL
 from memfit.checkpointing.compiled_calls import CompiledCalls
-from memfit.checkpointing.first_passes import FirstPass, first_pass
 from memfit.checkpointing.installed import Installed, refuse_others
 from memfit.checkpointing.judging import Judge
+from memfit.checkpointing.lean_offload import LeanOffload, lean_offload
 from memfit.checkpointing.passes import Pass
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.policy import Policy
@@ -28,7 +28,7 @@ from memfit.checkpointing.shared_policy import Agreed
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import Contract, WindowKind
+from memfit.memory.contract import Contract, Warnings, WindowKind
 from memfit.memory.host.room import Host
 from memfit.step.hooks import WeakHook, hooks_around, remove_all
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
@@ -148,8 +148,8 @@ class Loop:
         self._awaited.is_in_call = True
         if not self.is_between():
             self._begin((args, kwargs), is_training=torch.is_grad_enabled() and self.model.training)
-        if (present := self.steering.present) is not None and present.first is not None:
-            present.first.enter(called)
+        if (present := self.steering.present) is not None and present.offload is not None:
+            present.offload.enter(called)
 
     def is_between(self) -> bool:
         """Return whether a call now is part of the window that is open: the backward pass of an earlier one is to come.
@@ -234,16 +234,10 @@ class Loop:
         if not torch.is_grad_enabled() or self.frozen is not None or self.is_paused:
             return
         if self.steering.present is None:
-            self._watch_evaluation(output)
+            _watch_evaluation(self.model, output, self.warnings)
             return
         self.steering.present.returned()
         self._awaited.expect(output)
-
-    def _watch_evaluation(self, output: Any) -> None:
-        """Warn if a call in eval mode is trained on, which is not steered."""
-        grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
-        if grown is not None and not self.model.training:
-            grown.register_hook(lambda _: self.warnings.warn(_NOT_STEERED, "eval mode", most=1))
 
     def _backward_begins(self) -> None:
         present = self.steering.present
@@ -342,13 +336,14 @@ class Loop:
             uncounted_bytes = self._meter.uncounted.live_bytes() - self.other_bytes
             recorder = LeanRecorder(self.device, now_bytes - self.bytes_to_come, uncounted_bytes, self.model)
             again = [*self.plans.blocks, *self.plans.of_rest_again(self._rest, shape)]
-            first = self._first(recorder.lean.calls, recorder.left)
-            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, first=first)
+            offload = self._offload(recorder.lean.calls, recorder.left)
+            return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, offload=offload)
         lean = shape.lean
         assert lean is not None
         if self.plans.given is None and self._updates.to_come and self._judge.may_wait:
             may_again = [call.block for call in lean.calls if not call.must_stay]
-            return Pass(rulings=dict.fromkeys([*self.plans.blocks, *may_again], FULL), first=self._first(lean.calls))
+            rulings = dict.fromkeys([*self.plans.blocks, *may_again], FULL)
+            return Pass(rulings=rulings, offload=self._offload(lean.calls))
         if self.is_judging or shape.planned is None:
             self.plans.renew(shape, now_bytes)
         self.installed.show_inside(self.plans.steered)
@@ -359,9 +354,11 @@ class Loop:
         planned = None if is_fixed else lean.given_by_block()
         return Pass(rulings=shape.rulings, has_chains=shape.has_chains, planned=planned)
 
-    def _first(self, calls: Sequence[CallSeen], *left: Callable[..., None]) -> FirstPass | None:
+    def _offload(self, calls: Sequence[CallSeen], *left: Callable[..., None]) -> LeanOffload | None:
         contract = None if self._compiled or self.plans.given is not None else self.contract
-        return first_pass(contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, calls, *left)
+        return lean_offload(
+            contract, self.model, self.device, lambda: self.live_bytes() - self.other_bytes, calls, *left
+        )
 
     def freeze(self) -> None:
         """Keep the policy of the largest batch for all later passes, and measure no more."""
@@ -394,3 +391,10 @@ class Loop:
             if self.steering.host is not None:
                 self.steering.host.close()
             self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
+
+
+def _watch_evaluation(model: torch.nn.Module, output: Any, warnings: Warnings) -> None:
+    """Warn if a call in eval mode is trained on, which is not steered."""
+    grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
+    if grown is not None and not model.training:
+        grown.register_hook(lambda _: warnings.warn(_NOT_STEERED, "eval mode", most=1))

@@ -13,8 +13,8 @@ import torch
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.choices import FULL, NONE, Rule
 from memfit.checkpointing.contexts import KeepRule
-from memfit.checkpointing.first_passes import FirstPass
 from memfit.checkpointing.groups import INPUT_RULES
+from memfit.checkpointing.lean_offload import LeanOffload
 from memfit.checkpointing.reached import Reach, reach_of_tables
 from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.seen import CACHED_CAST, CallSeen
@@ -84,7 +84,7 @@ class Pass:
     Attributes:
         rulings: by the name of the module.
         recorder: of a lean pass.
-        first: holds what is kept beside its checkpoints, of a pass without a plan.
+        offload: of what is kept beside its checkpoints, in a pass without a plan.
         link: of the call of a block that was last, where inputs are chained.
         has_chains: whether any are, or inputs go to the host.
         calls: of each block so far.
@@ -98,7 +98,7 @@ class Pass:
 
     rulings: Mapping[str, Ruling]
     recorder: LeanRecorder | None = None
-    first: FirstPass | None = None
+    offload: LeanOffload | None = None
     link: Link | None = None
     has_chains: bool = False
     calls: Counter[str] = field(default_factory=Counter[str])
@@ -129,8 +129,8 @@ class Pass:
 
     def make_room(self) -> None:
         """Keep the device's memory within the budget, if nothing is planned."""
-        if self.first is not None:
-            self.first.make_room()
+        if self.offload is not None:
+            self.offload.make_room()
 
     def returned(self) -> None:
         """Note that a call of the model has returned."""

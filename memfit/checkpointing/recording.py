@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,6 +23,10 @@ from memfit.torch_private.sharding import local
 from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
+
+
+class _Held(Protocol):
+    def expired(self) -> bool: ...
 
 
 class LeanRecorder:
@@ -59,7 +63,7 @@ class LeanRecorder:
         self._alive: set[int] = set()
         self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
-        self._outputs: list[tuple[StorageSeen, StorageWeakRef]] = []  # of calls before any backward pass since
+        self._outputs: list[tuple[StorageSeen, _Held]] = []  # of calls before any backward pass since
         self._timed: list[tuple[OpSeen, Stopwatch]] = []
         self._segment: Record | None = None
         self._absent_bytes = self._peak_bytes = 0
@@ -203,15 +207,17 @@ class LeanRecorder:
         """
         self._timed.append((op, watch))
 
-    def left(self, size_bytes: int, storage: StorageWeakRef | None = None) -> None:
+    def left(self, size_bytes: int, was: StorageWeakRef | None = None, now: _Held | None = None) -> None:
         """Count bytes that this pass alone has on the host as if they were on the device.
 
         Args:
             size_bytes: that have left the device; negative if they come back.
-            storage: that has left.
+            was: the storage that has left.
+            now: what says whether it is held, as the storage did.
         """
-        for output, reference in self._outputs:
-            output.is_output |= storage is not None and reference == storage
+        for place, (output, held) in enumerate(self._outputs):
+            if now is not None and isinstance(held, StorageWeakRef) and held == was:
+                self._outputs[place] = output, now
         self._measure()
         self._absent_bytes += size_bytes
         if not self._is_over:

@@ -16,7 +16,7 @@ from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.cost.calibration import card_of
-from memfit.errors import InvalidDeviceError, InvalidOptionError, UnsupportedStepError
+from memfit.errors import InvalidDeviceError, InvalidOptionError, InvalidTargetError, UnsupportedStepError
 from memfit.memory.contract import Contract, read_firm
 from memfit.memory.hard_cap import tell_of_card
 from memfit.step.hooks import Hook
@@ -113,7 +113,11 @@ def checkpoint(
 
 def _together(models: Any, chunk_loss: bool | str) -> torch.nn.Module:
     """Return the models of one loop as the parts of one, whose blocks' calls are seen."""
-    parts = list(models) if isinstance(models, list | tuple) and models else [models]
+    if isinstance(models, list | tuple) and not models:
+        raise InvalidTargetError(
+            "memfit.checkpoint: the list of models is empty; give the modules that the loop trains"
+        )
+    parts = list(models) if isinstance(models, list | tuple) else [models]
     for each in parts:
         require_module(each, "memfit.checkpoint")
     if chunk_loss or any(map(is_compiled, parts)):

@@ -1,4 +1,4 @@
-"""What a pass without a plan keeps beside its checkpoints: copied to the host where the budget would not hold it.
+"""Offloading in a lean pass: what autograd saves beside the checkpoints goes to the host where the budget is short.
 
 A lean pass recomputes each block, and keeps the inputs of the blocks and all that is saved between them. Nothing is
 known by then of what else could be recomputed, and a copy has the same bits whatever it is of.
@@ -21,11 +21,13 @@ from memfit.memory.contract import Contract
 from memfit.memory.host.slab import make_slab
 from memfit.memory.host.store import HostCopy
 from memfit.memory.place import bytes_of
+from memfit.step.hooks import Hook
 from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
 from memfit.torch_private.sharding import modules_that_gather
 from memfit.torch_private.tensors import StorageWeakRef, storage_users
 
 _LEAST_BYTES = 1 << 12  # smaller storages stay
+_MOST_COPIES = 256  # in one pass: on a CPU each has a file of its own
 _CALLS_FREE = 2  # room is made for what so many calls like the largest one so far make: its tensors, and gradients
 
 
@@ -38,7 +40,7 @@ class _Contents:
         size_bytes: of the storage, while it is on the host alone.
 
     Args:
-        left: see `FirstPass`.
+        left: see `LeanOffload`.
     """
 
     __slots__ = ("_left", "on_host", "saved", "size_bytes")
@@ -51,6 +53,10 @@ class _Contents:
     def alive(self) -> list[_Saved]:
         """Return what autograd still holds."""
         return [saved for each in self.saved if (saved := each()) is not None]
+
+    def expired(self) -> bool:
+        """Return whether autograd holds nothing of it any more."""
+        return not self.alive()
 
     def leave(self) -> None:
         """Copy the storage to the host, unless code holds it, too.
@@ -66,11 +72,11 @@ class _Contents:
             whole = bytes_of(storage)
             on_host = HostCopy(make_slab(storage.device, len(whole), None), whole, 0)
             on_host.wait()
-        self.on_host, self.size_bytes, gone = on_host, len(whole), StorageWeakRef(storage)
+        self.on_host, self.size_bytes, was = on_host, len(whole), StorageWeakRef(storage)
         for saved in alive:
             saved.let_go()
         del whole, storage
-        self._left(self.size_bytes, gone)
+        self._left(self.size_bytes, was, self)
 
     def come_back(self) -> None:
         """Let autograd have the storage again, if it is on the host alone."""
@@ -96,8 +102,8 @@ class _Saved(Saved):
         self.contents: _Contents | None = None
 
 
-class FirstPass:
-    """Takes what autograd saves in calls of the model, and copies to the host what the budget would not hold.
+class LeanOffload:
+    """Offloads what autograd saves in calls of the model, the oldest first, where the budget leaves too little room.
 
     Room is made where a call of a module begins, when no kernel runs that may write to what was saved before it. What
     code holds, too, stays.
@@ -108,7 +114,8 @@ class FirstPass:
         live_bytes: returns what they take.
         calls: of blocks, and of modules beside them, as they are seen.
         own: keys of the model's own storages, which stay.
-        left: called with the bytes that have left the device, or come back if negative; and with the storage that left.
+        left: called with the bytes that have left the device, or come back if negative; and of what has left with the
+            storage that it was, and what says when autograd holds it no more.
     """
 
     def __init__(
@@ -121,7 +128,8 @@ class FirstPass:
         left: Callable[..., None],
     ) -> None:
         self._device, self._live_bytes, self._own, self._left = device, live_bytes, own, left
-        self._budget_bytes, self._calls, self._seen, self._largest_bytes = budget_bytes, calls, 0, 0
+        self._budget_bytes, self._calls = budget_bytes, calls
+        self._seen = self._largest_bytes = self._copies = 0
         self._there: dict[int, _Contents] = {}  # on the device, by the key of the storage, the oldest first
         self._inside: AbstractContextManager[None] | None = None
 
@@ -142,7 +150,7 @@ class FirstPass:
                 self._inside = None
                 inside.__exit__(None, None, None)
 
-        hook = called.register_forward_hook(leave, always_call=True)
+        hook = called.register_forward_hook(Hook(leave), always_call=True)
 
     def make_room(self) -> None:
         """Copy to the host what would leave too little of the budget free, the oldest first."""
@@ -150,7 +158,7 @@ class FirstPass:
             self._largest_bytes = max(self._largest_bytes, sum(storage.size_bytes for storage in call.storages))
         self._seen, limit_bytes = len(self._calls), self._budget_bytes - _CALLS_FREE * self._largest_bytes
         for key, contents in list(self._there.items()):
-            if self._live_bytes() <= limit_bytes:
+            if self._live_bytes() <= limit_bytes or self._copies >= _MOST_COPIES:
                 return
             if contents.alive():
                 try:
@@ -158,13 +166,16 @@ class FirstPass:
                 except HostMemoryError:  # all stays from here on
                     self._there.clear()
                     return
+            self._copies += contents.on_host is not None
             if contents.on_host is not None or not contents.alive():
                 del self._there[key]
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         saved, key = _Saved(tensor), key_of(tensor)
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device == self._device
-        if not is_plain or not key or key in self._own or tensor.untyped_storage().nbytes() < _LEAST_BYTES:
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or not key or key in self._own:
+            return saved
+        if tensor.untyped_storage().nbytes() < _LEAST_BYTES:
             return saved
         contents = self._there.get(key)
         if contents is None or not contents.alive():  # or another storage had this key
@@ -174,26 +185,26 @@ class FirstPass:
         return saved
 
 
-def first_pass(
+def lean_offload(
     contract: Contract | None,
     model: torch.nn.Module,
     device: torch.device,
     live_bytes: Callable[[], int],
     calls: Sequence[CallSeen],
     left: Callable[..., None] = lambda *_: None,
-) -> FirstPass | None:
-    """Return what a pass without a plan keeps; None where nothing is to be held, or parameters are gathered in it.
+) -> LeanOffload | None:
+    """Return the offloading of a pass without a plan; None where no budget is to be held, or parameters are gathered.
 
     Args:
         contract: the budget.
         model: whose parameters and buffers stay.
         device: of it.
-        live_bytes, calls, left: see `FirstPass`.
+        live_bytes, calls, left: see `LeanOffload`.
     """
     if contract is None or not contract.is_resolved or modules_that_gather(model):
         return None
     own = {key_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return FirstPass(device, contract.budget_bytes, live_bytes, calls, own, left)
+    return LeanOffload(device, contract.budget_bytes, live_bytes, calls, own, left)
 
 
 def _unpack(saved: _Saved) -> torch.Tensor:

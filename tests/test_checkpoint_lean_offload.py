@@ -1,4 +1,4 @@
-"""The first pass of `memfit.checkpoint`: what autograd keeps beside the blocks is copied where the budget is short."""
+"""Offloading in lean passes: budgets below what their checkpoints take, with the bits of the bare loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_bits_are_those_of_the_bare_loop(make: Callable[[], Any], data: Callable
 
 def test_first_step_holds_less_than_its_checkpoints_take(monkeypatch: pytest.MonkeyPatch) -> None:
     _, got, budget_bytes = _trained(spread, rows, 0.47)
-    monkeypatch.setattr("memfit.checkpointing.loop.first_pass", lambda *_: None)
+    monkeypatch.setattr("memfit.checkpointing.loop.lean_offload", lambda *_: None)
     _, without, _ = _trained(spread, rows, 0.47)
     assert got.peaks[0] <= budget_bytes < without.peaks[0]
     assert got.peaks[1:] == without.peaks[1:]  # what was on the host is no less of what a plan has to hold
@@ -99,7 +99,7 @@ def test_a_host_without_room_leaves_all_on_the_device(monkeypatch: pytest.Monkey
     def refuse(*_: Any) -> None:
         raise HostMemoryError("no room")
 
-    monkeypatch.setattr("memfit.checkpointing.first_passes.make_slab", refuse)
+    monkeypatch.setattr("memfit.checkpointing.lean_offload.make_slab", refuse)
     wanted, got, budget_bytes = _trained(spread, rows, 0.47)
     assert got.same_bits(wanted) and got.peaks[0] > budget_bytes
 
