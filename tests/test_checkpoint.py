@@ -143,6 +143,29 @@ def test_predictions_are_what_is_measured() -> None:
     handle.close()
 
 
+def test_garbage_that_python_frees_in_the_first_step_hides_no_bytes_of_it() -> None:
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    def collecting() -> Net:
+        model = mlps()
+        model.layers[1].register_forward_pre_hook(collect)
+        held: list[Any] = [torch.ones(most // 4, dtype=torch.uint8)]
+        held.append(held)
+        return model
+
+    most = max(bare(mlps, rows).peaks)
+    gc.disable()
+    try:
+        _, handle = steered(collecting, rows, int(0.7 * most))
+    finally:
+        gc.enable()
+    handle.close()
+    assert not handle.report().over
+    planned = [window for window in handle.report().windows if window.predicted_bytes is not None]
+    assert all(abs(window.predicted_bytes / window.taken_bytes - 1) < 0.02 for window in planned)
+
+
 def in_parts(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     def call(x: torch.Tensor) -> torch.Tensor:
         x = model.before(x)

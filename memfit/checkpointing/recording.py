@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ class LeanRecorder:
 
     Args:
         device: of the model.
-        start_bytes: that are live now.
+        start_bytes: that are live now, garbage included, which is freed.
         uncounted_bytes: that are live, too, and that the recorder of the device does not count.
         model: whose own tensors blocks may write to.
 
@@ -51,6 +52,9 @@ class LeanRecorder:
         uncounted_bytes: int,
         model: torch.nn.Module,
     ) -> None:
+        before_bytes = allocated_bytes(device)
+        gc.collect()  # what Python frees in the pass, and is there before it, hides as many bytes of it
+        start_bytes -= before_bytes - allocated_bytes(device)
         self.device, self._uncounted_bytes = device, uncounted_bytes
         self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
         self.lean = LeanPass(start_bytes=start_bytes)
