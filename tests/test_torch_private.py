@@ -184,6 +184,7 @@ from memfit.torch_private.sharding import (
     gathered_before_it_reshards,
     groups_shown,
     is_fully_sharded,
+    is_of_first_fsdp,
     is_of_fsdp,
     is_sharded,
     local,
@@ -1749,6 +1750,8 @@ def test_sharded_tensors_have_a_local_part(sharded_model: torch.nn.Module) -> No
     weight, plain = sharded_model[0].weight, torch.ones(2)
     assert is_sharded(weight) and not is_sharded(plain) and not is_sharded(None)
     assert is_of_fsdp(weight) and not is_of_fsdp(plain)
+    plain._fsdp_flattened = True  # as FSDP's first version marks its own
+    assert is_of_fsdp(plain) and is_of_first_fsdp(plain) and not is_of_first_fsdp(weight) and not is_of_first_fsdp(None)
     assert local(weight).shape == (2, 3) and not is_sharded(local(weight)) and local(plain) is plain
     assert whole_part(weight).data_ptr() == local(weight).data_ptr() and whole_part(weight).shape == (6,)
     assert local_gradient(weight) is None

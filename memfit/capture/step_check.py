@@ -17,7 +17,7 @@ from memfit.errors import BY_CHECKPOINT, InvalidTargetError, UnsupportedStepErro
 from memfit.torch_private.autocast import any_autocast
 from memfit.torch_private.autograd import changing_hooks, in_backward
 from memfit.torch_private.ranks import replicated_class
-from memfit.torch_private.sharding import gathered_before_it_reshards
+from memfit.torch_private.sharding import gathered_before_it_reshards, is_of_first_fsdp
 
 _FULLY_SHARD, _FSDP_1, _DATA_PARALLEL = "FSDP (fully_shard)", "FSDP", "DataParallel"
 
@@ -147,7 +147,7 @@ def refuse_first_fsdp(parameters: Iterable[torch.Tensor | None], where: str) -> 
         parameters: of any module; a wrapper around it shows, too.
         where: begins the message.
     """
-    if any(hasattr(each, "_fsdp_flattened") for each in parameters):
+    if any(map(is_of_first_fsdp, parameters)):
         raise UnsupportedStepError(
             f"{where}: the model is under FSDP's first version, where a block that is recomputed has lost "
             "its parameters; apply fully_shard (FSDP2) in its place: fsdp_version=2 in Accelerate's and the Trainer's "

@@ -25,6 +25,7 @@ from memfit.capture.draws import GENERATORS, HostGenerators
 from memfit.capture.iterators import Position
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import global_module_hooks, module_tables, tables_of
+from memfit.torch_private.sharding import is_of_first_fsdp
 from memfit.torch_private.tensors import BatchNormBase, is_plain_dense, storage_key
 
 OR_EAGER_MODE = ", or train in eager mode (memfit.eager, memfit run --door eager)"
@@ -257,7 +258,7 @@ def may_change(value: Any) -> bool:
 
 def is_exchanged(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a parameter is exchanged by FSDP (1) or DeepSpeed (ZeRO 3) between its uses."""
-    return hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
+    return is_of_first_fsdp(tensor) or hasattr(tensor, "ds_id")
 
 
 def _is_beside(module: torch.nn.Module, models: Collection[int]) -> bool:

@@ -26,7 +26,12 @@ def is_sharded(tensor: object) -> bool:
 
 def is_of_fsdp(parameter: torch.Tensor) -> bool:
     """Return whether FSDP, version 1 or 2, keeps a parameter, so that its module computes with another tensor."""
-    return is_sharded(parameter) or hasattr(parameter, "_fsdp_flattened")
+    return is_sharded(parameter) or is_of_first_fsdp(parameter)
+
+
+def is_of_first_fsdp(parameter: torch.Tensor | None) -> bool:
+    """Return whether FSDP's first version keeps a parameter."""
+    return hasattr(parameter, "_fsdp_flattened")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
