@@ -1,9 +1,12 @@
-"""A headless Chromium for the tests of pages, and what a page has complained about or asked for."""
+"""Pages in the tests: what is packed in them, and a headless Chromium with what they complain about or ask for."""
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,12 @@ FLAGS = [
     "--disable-dev-shm-usage",
 ]
 READY = "html[data-ready=true]"  # a selector: waiting for an expression would need eval, which the page forbids
+
+
+def unpacked(page: str) -> list[str]:
+    """Return what a page has packed: its data as JSON, then its scripts."""
+    packed = page.split('<script type="text/plain" id="packed">')[1].split("<")[0]
+    return json.loads(zlib.decompress(base64.b64decode(packed)))
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import unpacked
 from chains import chain
 from command_line import Run
 
@@ -129,7 +129,7 @@ def test_the_page_is_whole_and_inert(run: Run, tmp_path: Path) -> None:
     assert "<script src" not in html
     assert "<link" not in html
     assert "default-src 'none'" in html
-    data = json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)[0])
+    data = json.loads(unpacked(html)[0])
     assert "</script><b>@@plotly@@" in data["storages"]["name"]
     assert [len(point["kinds"]) for point in data["points"] if point["kinds"]] == [len(data["storages"]["name"])] * 3
 

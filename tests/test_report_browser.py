@@ -285,15 +285,10 @@ def test_steps_without_ops_or_times_are_drawn(layers: int, tmp_path: Path, visit
     assert (visit.page.locator("#live .xtitle").text_content() or "").startswith("operations")
 
 
-def test_a_page_of_a_step_of_700_ops_takes_no_more_than_a_megabyte_and_a_half(tmp_path: Path) -> None:
-    graph = deep_step(350)
-    write_html(plan_of(graph, rematerialize_every_other(graph), DEVICE), tmp_path / "report.html")
-    assert (tmp_path / "report.html").stat().st_size <= 1_500_000
-
-
 def test_ten_thousand_ops_are_drawn(tmp_path: Path, visit: Visit) -> None:
     graph = deep_step(5000)
     write_html(plan_of(graph, rematerialize_every_other(graph), DEVICE), tmp_path / "large.html")
+    assert (tmp_path / "large.html").stat().st_size <= 1_500_000
     visit.open(tmp_path / "large.html")
     assert visit.complaints == []
     assert visit.page.evaluate("data.runs.unplanned.total.length") <= 1500

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -15,8 +16,7 @@ from memfit.system.lines import printable
 
 _PLOTLY = "plotly-basic.min.js"  # plotly.js-basic-dist-min 4.1.1 of npm, unchanged: lines, bars; a quarter of the whole
 _PLACE = re.compile(r"@@(\w+)@@")
-_SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
-_FRAGILE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}  # in JSON inside a script element
+_SCRIPT = re.compile(r"<script>(.*?)</script>\n", re.DOTALL)
 _HEAD = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -32,7 +32,8 @@ def make_page(template: str, texts: Mapping[str, str], data: Any, html: Mapping[
     """Return a page: a template of this folder with every place `@@name@@` replaced.
 
     All places are replaced in one pass, so that text like a place inside a part stays text. Every template has the
-    places `head` (policy, `title` and the style of all pages), `plotly` and `data`; the others are its own.
+    place `head` (policy, `title` and the style of all pages); the others are its own. Its script, if it has one, finds
+    plotly, and the data as JSON in the element `data`.
 
     Args:
         template: the name of a file.
@@ -41,10 +42,12 @@ def make_page(template: str, texts: Mapping[str, str], data: Any, html: Mapping[
         html: place -> HTML, escaped already.
     """
     page = _read(template).replace("@@head@@\n", _HEAD)
-    plotly = _read(_PLOTLY)
-    scripts = [plotly if script == "@@plotly@@" else script for script in _SCRIPT.findall(page)]
-    own = {"plotly": plotly, "policy": _policy(scripts), "style": _read("style.css"), "data": _inert(data)}
-    filled = {**{name: as_html(text) for name, text in texts.items()}, **(html or {}), **own}
+    scripts = [_read(_PLOTLY), *own] if (own := _SCRIPT.findall(page)) else []
+    page = _SCRIPT.sub(lambda _: _read("packed.html"), page)
+    policy = _policy([*scripts, *_SCRIPT.findall(page)])
+    packed = _packed([json.dumps(data, allow_nan=False, separators=(",", ":")), *scripts])
+    filled = {**{name: as_html(text) for name, text in texts.items()}, **(html or {})}
+    filled |= {"policy": policy, "style": _read("style.css"), "packed": packed}
     return _PLACE.sub(lambda place: filled[place[1]], page)
 
 
@@ -80,7 +83,5 @@ def _policy(scripts: Iterable[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-def _inert(content: Any) -> str:
-    """Return JSON that cannot end the script element around it: pure ASCII, without `<`, `>` and `&`."""
-    encoded = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return re.sub("[<>&]", lambda character: _FRAGILE[character[0]], encoded)
+def _packed(parts: Sequence[str]) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(parts).encode(), 9)).decode()
