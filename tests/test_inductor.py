@@ -50,11 +50,16 @@ def dense() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers, nn.Linear(64, 8), nn.Dropout(0.1)), torch.randn(2048, 64)
 
 
-def conv() -> tuple[nn.Module, torch.Tensor]:
+def conv(count: int = 3) -> tuple[nn.Module, torch.Tensor]:
     layers: list[nn.Module] = []
-    for channels in (3, 8, 8):
+    for channels in (3, *(8 for _ in range(count - 1))):
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2)]
     return nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
+
+
+def long_conv() -> tuple[nn.Module, torch.Tensor]:
+    """One in which copies leave a budget whatever ops were measured to take, and so whichever are chosen."""
+    return conv(6)
 
 
 def language() -> tuple[nn.Module, torch.Tensor]:
@@ -136,7 +141,7 @@ ONLY_COPIES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [dense, conv])
+@pytest.mark.parametrize("made", [dense, long_conv])
 def test_copies_to_the_host_stand_in_inductors_code(
     made: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +155,7 @@ def test_copies_to_the_host_stand_in_inductors_code(
 
     monkeypatch.setattr(Lease, "offload", counted)
     plain = Trained(made)
-    budget = plain.of_activations(0.6 if made is dense else 0.88)
+    budget = plain.of_activations(0.6 if made is dense else 0.75)
     torch.compiler.reset()
     caplog.set_level("INFO", "memfit")
     planned = Trained(made, budget=budget, **ONLY_COPIES)
