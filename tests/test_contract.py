@@ -14,6 +14,7 @@ from memfit.memory.contract import (
     WINDOWS_BEFORE_LARGER,
     Aim,
     Contract,
+    Evaluations,
     Held,
     Refused,
     Standing,
@@ -174,3 +175,17 @@ def test_recorded_runs(run: str) -> None:
 def test_its_verdicts_need_no_torch() -> None:
     code = "import sys, memfit.memory.contract; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unused_memory_is_returned_where_evaluations_and_steps_alternate_and_may_not_fit_both() -> None:
+    evaluations = Evaluations()
+    assert evaluations.begin(held_bytes=10, live_bytes=10, budget_bytes=1000), "what it takes is not known"
+    assert not evaluations.begin(900, 10, 1000), "another one was before it"
+    evaluations.end(live_bytes=210)
+    assert evaluations.more_bytes == 200
+    assert not evaluations.step_begins(held_bytes=700, more_bytes=300, budget_bytes=1000)
+    assert not evaluations.step_begins(900, 300, 1000), "another step was before it"
+    evaluations.end(900)
+    assert evaluations.more_bytes == 200, "of a step"
+    assert not evaluations.begin(800, 10, 1000) and evaluations.step_begins(701, 300, 1000)
+    assert evaluations.begin(801, 10, 1000)

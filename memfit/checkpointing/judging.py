@@ -10,11 +10,13 @@ import torch
 
 from memfit.checkpointing.blocks import NO_BLOCKS
 from memfit.checkpointing.compiled_calls import CompiledCalls
+from memfit.checkpointing.passes import Pass
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
-from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
+from memfit.memory.contract import Aim, Contract, Evaluations, Held, Refused, Usage, Warnings, WindowKind
+from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
@@ -44,6 +46,7 @@ class Judge:
         self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
         self.warnings = Warnings()
         self._lean = self._over_lean = self._in_a_row = 0
+        self._evaluations = Evaluations()
         self._shared: SharedPolicy | None = None
         self._may_share = True
         _open.add(self)
@@ -59,6 +62,27 @@ class Judge:
     def is_over(self, size_bytes: int) -> bool:
         """Return whether so many bytes are more than the budget, as far as that is known."""
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
+
+    def return_unused(self, present: Pass | None, predicted_bytes: int | None, other_bytes: int) -> None:
+        """Return what CUDA's allocator holds unused to the device if the window that begins may be over by it.
+
+        Args:
+            present: the window's pass; None of an evaluation.
+            predicted_bytes: that it takes, as far as that is known.
+            other_bytes: that are live, and do not count against the budget.
+        """
+        device = self._plans.device
+        if device.type != "cuda" or self.contract is None or not self.contract.is_resolved:
+            return
+        budget_bytes = self.contract.budget_bytes
+        held, live = held_bytes(device) - other_bytes, allocated_bytes(device) - other_bytes
+        if present is None:
+            is_returned = self._evaluations.begin(held, live, budget_bytes)
+        else:
+            is_returned = self._evaluations.step_begins(held, max(0, (predicted_bytes or 0) - live), budget_bytes)
+            is_returned |= present.recorder is not None  # of a new size, which blocks of other sizes may not serve
+        if is_returned or held > budget_bytes:
+            empty_cache(device)
 
     @property
     def may_wait(self) -> bool:
@@ -129,6 +153,8 @@ class Judge:
             self._compiled.is_new = False
         elif shape is None or predicted_bytes is None:
             is_over, is_lean = self.is_over(usage.taken_bytes), usage.kind is not WindowKind.EVALUATION
+            if not is_lean:
+                self._evaluations.end(usage.live_bytes)
             self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
             self._in_a_row = (self._in_a_row + 1) * is_over if is_lean else self._in_a_row
             if is_over and not self._refuses_new_sizes(shape, usage):

@@ -31,7 +31,7 @@ from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, Warnings, WindowKind
 from memfit.memory.host.room import Host
 from memfit.step.hooks import WeakHook, hooks_around, remove_all
-from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
+from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
 from memfit.torch_private.cuda import note_resets_of_peaks
 from memfit.torch_private.modules import has_lazy_parameters, uncompiled
@@ -197,8 +197,6 @@ class Loop:
             self._install_again()
         self._numel = sum(tensor.numel() for tensor in tensors_reached(given))
         self._meter.last_stream.follow()
-        if self.device.type == "cuda" and self._judge.is_over(held_bytes(self.device) - self.other_bytes):
-            empty_cache(self.device)
         if not is_training:
             self._kind, self._shape, self.steering.present = WindowKind.EVALUATION, None, None
         else:
@@ -211,6 +209,7 @@ class Loop:
             self._shape = self.plans.shape_of(self._numel, self._kind, form)
             self._compile_if_settled(self._shape)
             self.steering.present = self._pass(self._shape, agreed.now_bytes)
+        self._judge.return_unused(self.steering.present, self._predicted_bytes, self.other_bytes)
         self._meter.open()
 
     def _install_again(self) -> None:

@@ -21,6 +21,7 @@ from memfit.memory.contract import (
     WINDOWS_BEFORE_LARGER,
     Aim,
     Contract,
+    Evaluations,
     Refused,
     Standing,
     Warnings,
@@ -94,6 +95,7 @@ class Account:
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
+        self._evaluations = Evaluations()
         self.losses, self.outside = LossWindows(device), OutsideOfGraphs()
         self._hosts: dict[Any, HostStore] = {}  # by budget and directory
         self.is_judging = True
@@ -127,13 +129,20 @@ class Account:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
         if self._is_in_step:
             return
-        if self._close() and self.is_judging and self._live_bytes > self.budget_bytes:
-            self._warnings.warn(self.contract.between_text(self._live_bytes), "between", most=1)
+        taken = self._close()
+        if taken:
+            self._evaluations.end(self._live_bytes)  # with what the loop made of them
+        if self.is_judging and (self._live_bytes > self.budget_bytes or taken > max(self.budget_bytes, self._left())):
+            self._warnings.warn(self.contract.between_text(self._live_bytes, taken), "between", most=1)
+            self._evaluations.more_bytes = self.budget_bytes  # no later one begins beside what a step has left
         self._follow_stream()
-        others_bytes = max(0, held_bytes(self.device) - (self._left_bytes or 0))  # what other code has left unused
+        others_bytes = max(0, held_bytes(self.device) - self._left())  # what other code has left unused
         # what steps of another plan took must not count once more
         is_new = self.standing.windows == 0 or self.steps == self._last_compiled
-        if self._returns_cache or is_new or (others_bytes and self.standing.kept_in_a_row < STEPS_IN_A_ROW):
+        is_unused = others_bytes and self.standing.kept_in_a_row < STEPS_IN_A_ROW
+        if self._evaluations.step_begins(held_bytes(self.device), self.budget_bytes, self.budget_bytes):
+            is_unused = True
+        if self._returns_cache or is_new or is_unused:
             empty_cache(self.device)
             others_bytes = 0
         self._others_bytes = others_bytes
@@ -235,6 +244,8 @@ class Account:
         if any(each.losses.are_awaited and each.device == self.device for each in _all_measuring()):
             self.ran += 1
             return run()
+        if self._evaluations.begin(held_bytes(self.device), allocated_bytes(self.device), self.budget_bytes):
+            empty_cache(self.device)
         window = Window(self.device)
         try:
             returned = run()
@@ -347,6 +358,9 @@ class Account:
         taken = self._total_bytes(window)
         self.most_bytes = max(self.most_bytes, taken)
         return taken
+
+    def _left(self) -> int:
+        return self._left_bytes or 0
 
     def _total_bytes(self, window: Window) -> int:
         return self._uncounted.live_bytes() + max(window.live_bytes, window.held_bytes - self._others_bytes)

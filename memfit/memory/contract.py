@@ -271,17 +271,22 @@ class Contract:
             )
         return f"a step {took}; the next one is planned for less"
 
-    def between_text(self, live_bytes: int) -> str:
+    def between_text(self, live_bytes: int, taken_bytes: int) -> str:
         """Return what to say where code between two steps took more than the budget.
 
         Args:
             live_bytes: of tensors, the most that there were.
+            taken_bytes: by the allocator, the most.
         """
-        return (
-            f"between two steps {format_bytes(live_bytes)} were live, more than the budget of "
-            f"{format_bytes(self.budget_bytes)}: in an update, an average of the weights, an evaluation outside of the "
-            "model; no plan of forward and backward changes that"
-        )
+        where = "in an update, an average of the weights, an evaluation outside of the model"
+        budget = f"more than the budget of {format_bytes(self.budget_bytes)}"
+        if live_bytes > self.budget_bytes:
+            took = f"{format_bytes(live_bytes)} were live"
+        else:
+            took = (
+                f"PyTorch's allocator held {format_bytes(taken_bytes)}, of which {format_bytes(live_bytes)} were live"
+            )
+        return f"between two steps {took}, {budget}: {where}; no plan of forward and backward changes that"
 
     def measuring_text(self, taken_bytes: int) -> str:
         """Return what to say where measuring the ops of a new graph took more than the budget.
@@ -294,6 +299,53 @@ class Contract:
             f"{format_bytes(self.budget_bytes)}: each is run by itself, beside what is on the device; its cost is "
             "kept, so that it is not measured again"
         )
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """The calls without gradients of a loop: what steps leave unused may serve none of their tensors, and the reverse.
+
+    It is returned to the device where one follows the other and both together may be more than the budget.
+
+    Attributes:
+        more_bytes: the most that one had live above what was live before it; None before the first.
+    """
+
+    more_bytes: int | None = None
+    _before_bytes: int = 0
+    _was_last: bool = False
+
+    def begin(self, held_bytes: int, live_bytes: int, budget_bytes: int) -> bool:
+        """Begin a call; return whether unused memory is returned before it.
+
+        Args:
+            held_bytes: by the allocator.
+            live_bytes: of them.
+            budget_bytes: of both.
+        """
+        follows_step, self._was_last = not self._was_last, True
+        self._before_bytes = live_bytes if follows_step else min(live_bytes, self._before_bytes)
+        return follows_step and (self.more_bytes is None or held_bytes + self.more_bytes > budget_bytes)
+
+    def end(self, live_bytes: int) -> None:
+        """End all calls since the last step.
+
+        Args:
+            live_bytes: the most during them, and what the loop made of them.
+        """
+        if self._was_last:
+            self.more_bytes = max(self.more_bytes or 0, live_bytes - self._before_bytes)
+
+    def step_begins(self, held_bytes: int, more_bytes: int, budget_bytes: int) -> bool:
+        """Begin a step; return whether unused memory is returned before it.
+
+        Args:
+            held_bytes: by the allocator.
+            more_bytes: that the step is predicted to take beside what is live.
+            budget_bytes: of both.
+        """
+        follows_call, self._was_last = self._was_last, False
+        return follows_call and held_bytes + more_bytes > budget_bytes
 
 
 class Warnings:
