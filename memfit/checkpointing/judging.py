@@ -12,7 +12,7 @@ from memfit.checkpointing.blocks import NO_BLOCKS
 from memfit.checkpointing.compiled_calls import CompiledCalls
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
-from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
+from memfit.checkpointing.shared_policy import Agreed, FirstTalks, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
@@ -38,6 +38,7 @@ class Judge:
 
     Attributes:
         warnings: of the loop.
+        talks: the first collectives of blocks.
     """
 
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
@@ -45,7 +46,7 @@ class Judge:
         self.warnings = Warnings()
         self._lean = self._over_lean = self._in_a_row = 0
         self._shared: SharedPolicy | None = None
-        self._may_share = True
+        self._may_share, self.talks = True, FirstTalks(plans)
         _open.add(self)
 
     def close(self) -> None:
@@ -59,11 +60,6 @@ class Judge:
     def is_over(self, size_bytes: int) -> bool:
         """Return whether so many bytes are more than the budget, as far as that is known."""
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether plans may wait for an optimizer's first step, which makes its state."""
-        return self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
 
     # -- ranks
 
@@ -83,28 +79,42 @@ class Judge:
         Args:
             groups: process groups that a lean pass has seen.
         """
+        groups = groups or self.talks.groups
+        self.talks.end_of_window()
         self._plans.has_collectives |= bool(groups)
         if not groups or not self._may_share or self._shared is not None:
             return False
+        if self.talks.are_alike is False:
+            self._stop_sharing()
+            return True
         self._shared = SharedPolicy(groups, self._plans, self.contract)
         self._plans.shapes.clear()  # their sizes are not agreed
         return True
 
-    def agree(self, own: Agreed) -> Agreed:
+    def _stop_sharing(self) -> None:
+        self._shared, self._may_share = None, False
+        self.talks.are_alike = False
+        self._plans.stop_sharing(self.contract)
+
+    def agree(self, numel: int, kind: WindowKind, form: int, now_bytes: int) -> Agreed:
         """Return what all ranks take a window for that begins; they agree on all else that decides about plans.
 
         Args:
-            own: what this rank takes it for.
+            numel: elements of this rank's batch.
+            kind: of this rank's window.
+            form: what needs a gradient in it.
+            now_bytes: that are live on this rank.
 
         Raises:
             BudgetNotHeldError: as `judge`, on all ranks at once.
         """
+        may_wait = self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
+        own = Agreed(numel=numel, kind=kind, form=form, now_bytes=now_bytes, may_wait=may_wait)
         if self._shared is None:
             return own
-        agreed = self._shared.agree(own.numel, own.kind, own.now_bytes)
+        agreed = self._shared.agree(own)
         if agreed is None:
-            self._shared, self._may_share = None, False
-            self._plans.stop_sharing(self.contract)
+            self._stop_sharing()
             return own
         if agreed.judged is not None:
             self._judge(agreed.judged)
