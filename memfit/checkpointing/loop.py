@@ -104,7 +104,7 @@ class Loop:
         self.plans = Plans(contract, given, self._compiled, device, may_chain=chains, blocks=names, host=host)
         self._meter = Meter(device)
         self._judge = Judge(contract, self.plans, self._compiled, self._meter)
-        self.warnings, self.steering.talks = self._judge.warnings, self._judge.talks
+        self.warnings, self.steering.looking = self._judge.warnings, self._judge.talks.looking
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape = self.frozen = cast("Shape | None", None)
         self._predicted_bytes: int | None = None

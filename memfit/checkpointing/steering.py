@@ -22,7 +22,6 @@ from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import OR_EAGER_MODE, reach_of
 from memfit.checkpointing.recording import LeanRecorder
-from memfit.checkpointing.shared_policy import FirstTalks
 from memfit.checkpointing.snapshots import CallSnapshot
 from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.memory.host.room import Host, OnHost
@@ -58,7 +57,7 @@ class Steering:
     def __init__(self, device: torch.device, enter: Callable[[Any], Callable[[Any], None] | None]) -> None:
         self.device, self._enter = device, enter
         self.host: Host | None = None
-        self.talks: FirstTalks | None = None
+        self.looking: Callable[[Spot, Pass, Ruling | None], AbstractContextManager[None]] | None = None
         self.present: Pass | None = None
         self.is_frozen = False
 
@@ -97,9 +96,9 @@ class Steering:
         if spot.is_block:
             present.let_leave()
         ruling = present.ruling(spot, (call.args, call.kwargs))
-        if not spot.is_block or self.talks is None:
+        if not spot.is_block or self.looking is None:
             return self._ruled(present, call, ruling)
-        with self.talks.looking(spot, present, ruling):
+        with self.looking(spot, present, ruling):
             return self._ruled(present, call, ruling)
 
     def _ruled(self, present: Pass, call: _Call, ruling: Ruling | None) -> Any:
