@@ -193,6 +193,7 @@ from memfit.torch_private.sharding import (
     parameters_that_are_gathered,
     reduces_gradients,
     reshard,
+    restored_by_copies,
     sharded_groups,
     whole_part,
     with_local,
@@ -1794,6 +1795,8 @@ def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: t
     with torch.no_grad():
         sharded_model(torch.ones(1, 3))
     assert not any(map(is_sharded, sharded_model[1].parameters(recurse=False)))  # the root's stay gathered
+    restored = restored_by_copies(sharded_model)
+    assert restored(groups[0].own.fsdp_params[0].all_gather_outputs[0]) and not restored(torch.ones(4))
     assert gathered_before_it_reshards(sharded_model) == ""
     sharded_model[0].unshard()  # pyright: ignore[reportCallIssue]
     assert gathered_before_it_reshards(sharded_model) == "0"
