@@ -267,6 +267,70 @@ def in_compiled_blocks(_rank: int, _count: int) -> dict[str, Any]:
     return _compare(make, 0.8 if dist.get_rank() == 0 else 0.95, _rows_of_rank, wrap_last=True, steps=9)
 
 
+class _AveragedLate(_Averaged):
+    """As it, once `begins` is set, as a normalization that is unfrozen."""
+
+    begins = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.begins else self.inner(x)
+
+
+def _begins_at(begin: int) -> tuple[Any, Any]:
+    def make(model: torch.nn.Module) -> Any:
+        model.layers = torch.nn.ModuleList(_AveragedLate(layer) for layer in model.layers)  # pyright: ignore
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+
+    def data(step: int) -> Any:
+        _AveragedLate.begins = step >= begin
+        return _rows_of_rank(step)
+
+    return make, data
+
+
+def late_collectives(_rank: int, _count: int) -> dict[str, Any]:
+    """Blocks begin to run collectives in the second step, before the ranks have made plans of their own."""
+    return _compare(_begins_at(1)[0], 0.8 if dist.get_rank() == 0 else 0.9, _begins_at(1)[1], wrap_last=True, steps=9)
+
+
+def late_collectives_of_a_plan(_rank: int, _count: int) -> dict[str, Any]:
+    """They begin once the ranks have made plans that differ: what memfit says."""
+    make, data = _begins_at(5)
+    try:
+        _compare(make, 0.7 if dist.get_rank() == 0 else 1.2, data, wrap_last=True, steps=9)
+    except UnsupportedStepError as refusal:
+        return {"refusal": str(refusal)}
+    return {"refusal": ""}
+
+
+def late_collectives_of_two(_rank: int, _count: int) -> dict[str, Any]:
+    """They begin once a rank holds two models by one plan, and the other one holds them apart."""
+    make, data = _begins_at(1)
+
+    def run(budget: int | None) -> Any:
+        models = [make(mlps(count=4))[1] for _ in range(2)]
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in models]
+        running = Running(budget, budget_is="soft") if budget else None
+        if running is not None:
+            running.begin()
+        peaks: list[int] = []
+        for step in range(5):
+            inputs, labels = data(step)
+            with record("cpu") as usage:
+                loss = sum(torch.nn.functional.cross_entropy(each(inputs), labels) for each in models)
+                torch.as_tensor(loss).backward()
+                for each in optimizers:
+                    each.step()
+                    each.zero_grad()
+            peaks.append(usage.start_bytes + usage.peak_bytes)
+        names = [] if running is None else [each.name for each in running.end()]
+        return max(peaks), [each.detach().clone() for model in models for each in model.parameters()], names
+
+    peak, bare, _ = run(None)
+    _, got, names = run(peak if dist.get_rank() == 0 else peak // 4)
+    return {"same": all(map(torch.equal, bare, got)), "models": len(names)}
+
+
 def planned_operators(_rank: int, _count: int) -> dict[str, Any]:
     """The same under the doors that plan graphs: what `memfit.fit` says, and the bits of `memfit.compile`."""
 

@@ -11,7 +11,8 @@ from rank_runs import on_ranks
 
 pytestmark = pytest.mark.slow
 
-SHARED = ["tensor_parallel", "experts", "in_operators", "in_compiled_blocks"]
+SHARED = ["tensor_parallel", "experts", "in_operators", "in_compiled_blocks", "late_collectives"]
+LATE = ["late_collectives_of_a_plan", "late_collectives_of_two"]
 TWO = ["two_models", "two_models_of_a_script"]
 WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike"]
 if find_spec("transformers") and find_spec("accelerate"):
@@ -21,7 +22,7 @@ if find_spec("transformers") and find_spec("accelerate"):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(
-        [getattr(rank_checkpoints, name) for name in (*WAYS, "planned_operators", "gathered_over_updates")],
+        [getattr(rank_checkpoints, name) for name in (*WAYS, *LATE, "planned_operators", "gathered_over_updates")],
         2,
         tmp_path_factory.mktemp("two"),
     )
@@ -50,6 +51,19 @@ def test_ranks_whose_blocks_run_collectives_follow_one_policy(two: list[dict[str
 
 def test_blocks_with_collectives_that_are_not_alike_are_computed_again_on_all_ranks(two: list[dict[str, Any]]) -> None:
     assert [found["unlike"]["rules"] for found in two] == [{"full"}, {"full"}]
+
+
+def test_collectives_that_begin_after_plans_that_differ_are_refused_on_all_ranks(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        refusal = found["late_collectives_of_a_plan"]["refusal"]
+        assert "layers.0' runs collectives for the first time since the ranks have made plans" in refusal
+        assert "call memfit.checkpoint where these collectives begin" in refusal
+
+
+def test_ranks_that_hold_two_models_by_one_plan_and_apart_compute_collectives_again(two: list[dict[str, Any]]) -> None:
+    found = [each["late_collectives_of_two"] for each in two]
+    assert [each["models"] for each in found] == [1, 2]
+    assert all(each["same"] for each in found)
 
 
 def test_operators_with_collectives_inside_are_in_no_planned_graph(two: list[dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from eager_loops import CPU, Trained, compared, convolutions, mlp, mlp_loss
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.fsdp import fully_shard
 
 import memfit
 from memfit.eager_mode.eager import bytes_of_tensors
@@ -255,3 +257,18 @@ def test_a_plan_of_a_model_without_shapes_is_refused() -> None:
     model = torch.nn.Sequential(torch.nn.LazyLinear(8))
     with pytest.raises(InvalidTargetError, match="run a batch through the model first"):
         memfit.fit(model, mlp_loss, torch.randn(4, 4), budget="16MiB")
+
+
+def test_parameters_that_one_rank_has_all_of_are_restored_by_copies(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+
+    def make() -> nn.Module:
+        pairs = [[nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()] for _ in range(4)]
+        model = nn.Sequential(*[fully_shard(nn.Sequential(*pair), mesh=mesh) for pair in pairs])
+        return fully_shard(model, mesh=mesh)
+
+    try:
+        assert compared(make, mlp_loss, 0.7, steps=4).made_again > 0
+    finally:
+        torch.distributed.destroy_process_group()

@@ -154,6 +154,7 @@ from memfit.torch_private.modules import (
 )
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
+    another_thread_talks,
     bucket_sizes,
     ddp_facts,
     ddp_sorts_buckets,
@@ -193,6 +194,7 @@ from memfit.torch_private.sharding import (
     parameters_that_are_gathered,
     reduces_gradients,
     reshard,
+    restored_by_copies,
     sharded_groups,
     whole_part,
     with_local,
@@ -306,6 +308,24 @@ def test_operators_of_others_are_told_from_pytorchs() -> None:
     with absent_ranks(4), groups_talked_to(cpu) as groups:  # collectives of absent ranks have no numbers
         torch.distributed.all_reduce(ones)
     assert groups == []
+
+
+def test_a_thread_that_talks_to_other_ranks_is_seen() -> None:
+    assert not another_thread_talks()
+    is_inside, may_end = threading.Event(), threading.Event()
+
+    def ranks() -> Iterator[int]:
+        is_inside.set()
+        may_end.wait(10)
+        yield 0
+
+    thread = threading.Thread(target=torch.distributed.distributed_c10d._hash_ranks_to_str, args=(ranks(),))
+    thread.start()
+    is_inside.wait(10)
+    assert another_thread_talks()
+    may_end.set()
+    thread.join()
+    assert not another_thread_talks()
 
 
 def test_ranks_that_are_not_there_answer_at_once() -> None:
@@ -1778,6 +1798,8 @@ def test_groups_of_fully_shard_tell_what_they_gather_and_reduce(sharded_model: t
     with torch.no_grad():
         sharded_model(torch.ones(1, 3))
     assert not any(map(is_sharded, sharded_model[1].parameters(recurse=False)))  # the root's stay gathered
+    restored = restored_by_copies(sharded_model)
+    assert restored(groups[0].own.fsdp_params[0].all_gather_outputs[0]) and not restored(torch.ones(4))
     assert gathered_before_it_reshards(sharded_model) == ""
     sharded_model[0].unshard()  # pyright: ignore[reportCallIssue]
     assert gathered_before_it_reshards(sharded_model) == "0"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,3 +117,23 @@ def selective_contexts(names: frozenset[tuple[str, int]]) -> Any:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide, allow_cache_entry_mutation=True)
+
+
+class Repeated:
+    """A context that can be entered again after it was left: a backward pass may come twice.
+
+    Args:
+        make: returns a context that can be entered once.
+    """
+
+    __slots__ = ("_entered", "_make")
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._entered = self._make()
+        self._entered.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._entered.__exit__(*raised)

@@ -13,7 +13,7 @@ from memfit.checkpointing.compiled_calls import CompiledCalls
 from memfit.checkpointing.passes import Pass
 from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
-from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
+from memfit.checkpointing.shared_policy import Agreed, FirstTalks, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.memory.contract import Aim, Contract, Evaluations, Held, Refused, Usage, Warnings, WindowKind
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
@@ -40,6 +40,7 @@ class Judge:
 
     Attributes:
         warnings: of the loop.
+        talks: the first collectives of blocks.
     """
 
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
@@ -48,7 +49,7 @@ class Judge:
         self._lean = self._over_lean = self._in_a_row = 0
         self._evaluations = Evaluations()
         self._shared: SharedPolicy | None = None
-        self._may_share = True
+        self._may_share, self.talks = True, FirstTalks(plans)
         _open.add(self)
 
     def close(self) -> None:
@@ -84,11 +85,6 @@ class Judge:
         if is_returned or held > budget_bytes:
             empty_cache(device)
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether plans may wait for an optimizer's first step, which makes its state."""
-        return self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
-
     # -- ranks
 
     @property
@@ -107,28 +103,42 @@ class Judge:
         Args:
             groups: process groups that a lean pass has seen.
         """
+        groups = groups or self.talks.groups
+        self.talks.end_of_window()
         self._plans.has_collectives |= bool(groups)
         if not groups or not self._may_share or self._shared is not None:
             return False
+        if self.talks.are_alike is False:
+            self._stop_sharing()
+            return True
         self._shared = SharedPolicy(groups, self._plans, self.contract)
         self._plans.shapes.clear()  # their sizes are not agreed
         return True
 
-    def agree(self, own: Agreed) -> Agreed:
+    def _stop_sharing(self) -> None:
+        self._shared, self._may_share = None, False
+        self.talks.are_alike = False
+        self._plans.stop_sharing(self.contract)
+
+    def agree(self, numel: int, kind: WindowKind, form: int, now_bytes: int) -> Agreed:
         """Return what all ranks take a window for that begins; they agree on all else that decides about plans.
 
         Args:
-            own: what this rank takes it for.
+            numel: elements of this rank's batch.
+            kind: of this rank's window.
+            form: what needs a gradient in it.
+            now_bytes: that are live on this rank.
 
         Raises:
             BudgetNotHeldError: as `judge`, on all ranks at once.
         """
+        may_wait = self._lean < _MOST_LEAN_PASSES and self._over_lean < _MOST_OVER_LEAN
+        own = Agreed(numel=numel, kind=kind, form=form, now_bytes=now_bytes, may_wait=may_wait)
         if self._shared is None:
             return own
-        agreed = self._shared.agree(own.numel, own.kind, own.now_bytes)
+        agreed = self._shared.agree(own)
         if agreed is None:
-            self._shared, self._may_share = None, False
-            self._plans.stop_sharing(self.contract)
+            self._stop_sharing()
             return own
         if agreed.judged is not None:
             self._judge(agreed.judged)

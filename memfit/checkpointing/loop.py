@@ -24,7 +24,6 @@ from memfit.checkpointing.recording import LeanRecorder
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.shapes import Shape
-from memfit.checkpointing.shared_policy import Agreed
 from memfit.checkpointing.steering import Steering
 from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
 from memfit.errors import UnsupportedStepError
@@ -105,7 +104,7 @@ class Loop:
         self.plans = Plans(contract, given, self._compiled, device, may_chain=chains, blocks=names, host=host)
         self._meter = Meter(device)
         self._judge = Judge(contract, self.plans, self._compiled, self._meter)
-        self.warnings = self._judge.warnings
+        self.warnings, self.steering.looking = self._judge.warnings, self._judge.talks.looking
         self._numel, self._kind = 0, WindowKind.FIRST
         self._shape = self.frozen = cast("Shape | None", None)
         self._predicted_bytes: int | None = None
@@ -204,11 +203,11 @@ class Loop:
             form = self._updates.form(given)
             now_bytes = allocated_bytes(self.device) + self._meter.last_stream.lost_bytes
             now_bytes += self.bytes_to_come - self.other_bytes
-            agreed = self._judge.agree(Agreed(numel=self._numel, kind=self._kind, now_bytes=now_bytes))
+            agreed = self._judge.agree(self._numel, self._kind, form, now_bytes)
             self._numel, self._kind = agreed.numel, agreed.kind
-            self._shape = self.plans.shape_of(self._numel, self._kind, form)
+            self._shape = self.plans.shape_of(self._numel, self._kind, agreed.form)
             self._compile_if_settled(self._shape)
-            self.steering.present = self._pass(self._shape, agreed.now_bytes)
+            self.steering.present = self._pass(self._shape, agreed.now_bytes, may_wait=agreed.may_wait)
         self._judge.return_unused(self.steering.present, self._predicted_bytes, self.other_bytes)
         self._meter.open()
 
@@ -262,7 +261,8 @@ class Loop:
         usage = self._meter.close(self._kind, self.other_bytes)
         if recorder is not None and recorder.is_incomplete:
             lean = None
-        if recorder is not None and lean is not None and not self._judge.begins_to_share(recorder.groups):
+        groups = recorder.groups if recorder is not None and lean is not None else ()
+        if not self._judge.begins_to_share(groups) and recorder is not None and lean is not None:
             assert self._shape is not None
             self.plans.learn(self._shape, recorder, lean, usage)
         shape, predicted_bytes, self._predicted_bytes = self._shape, self._predicted_bytes, None
@@ -326,7 +326,7 @@ class Loop:
         self._compiled.note_compilation()
         self.plans.leave_to_compiler(shape)
 
-    def _pass(self, shape: Shape, now_bytes: int) -> Pass:
+    def _pass(self, shape: Shape, now_bytes: int, *, may_wait: bool) -> Pass:
         """Return what is done in the pass that begins."""
         self.installed.take_over()
         if shape.planner is None or shape.wants_lean:
@@ -339,7 +339,7 @@ class Loop:
             return Pass(rulings=dict.fromkeys(again, FULL), recorder=recorder, offload=offload)
         lean = shape.lean
         assert lean is not None
-        if self.plans.given is None and self._updates.to_come and self._judge.may_wait:
+        if self.plans.given is None and self._updates.to_come and may_wait:
             may_again = [call.block for call in lean.calls if not call.must_stay]
             rulings = dict.fromkeys([*self.plans.blocks, *may_again], FULL)
             return Pass(rulings=rulings, offload=self._offload(lean.calls))

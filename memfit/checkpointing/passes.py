@@ -127,6 +127,18 @@ class Pass:
         seen = self.planned.get(spot.name, ())
         return ruling if nth < len(seen) and given_bytes <= seen[nth] else FULL
 
+    def form(self, spot: Spot, ruling: Ruling | None) -> str:
+        """Return what is recomputed of a call of a block: the same on ranks that recompute the same.
+
+        Args:
+            spot: the block.
+            ruling: of the call. Where inputs are recomputed, those of the other blocks count, too.
+        """
+        inside = {name.removeprefix(spot.name): each for name, each in self.rulings.items() if f"{spot.name}." in name}
+        rulings = {**(self.rulings if self.has_chains else inside), "": ruling}
+        forms = {name: sorted(each.names) if isinstance(each, KeepRule) else each for name, each in rulings.items()}
+        return str(sorted(forms.items()))
+
     def make_room(self) -> None:
         """Keep the device's memory within the budget, if nothing is planned."""
         if self.offload is not None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 from memfit.capture.code_reads import calls_scripts, scripts_in
 from memfit.checkpointing.chain import Link
-from memfit.checkpointing.contexts import Again, Keep, KeepRule, selective_contexts
+from memfit.checkpointing.contexts import Again, Keep, KeepRule, Repeated, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
 from memfit.checkpointing.passes import Pass, Ruling, Spot
 from memfit.checkpointing.reached import OR_EAGER_MODE, reach_of
@@ -57,6 +57,7 @@ class Steering:
     def __init__(self, device: torch.device, enter: Callable[[Any], Callable[[Any], None] | None]) -> None:
         self.device, self._enter = device, enter
         self.host: Host | None = None
+        self.looking: Callable[[Spot, Pass, Ruling | None], AbstractContextManager[None]] | None = None
         self.present: Pass | None = None
         self.is_frozen = False
 
@@ -90,11 +91,18 @@ class Steering:
         return output
 
     def _steered(self, present: Pass, call: _Call) -> Any:
-        spot, args, kwargs = call.spot, call.args, call.kwargs
+        spot = call.spot
         present.make_room()
         if spot.is_block:
             present.let_leave()
-        ruling = present.ruling(spot, (args, kwargs))
+        ruling = present.ruling(spot, (call.args, call.kwargs))
+        if not spot.is_block or self.looking is None:
+            return self._ruled(present, call, ruling)
+        with self.looking(spot, present, ruling):
+            return self._ruled(present, call, ruling)
+
+    def _ruled(self, present: Pass, call: _Call, ruling: Ruling | None) -> Any:
+        spot, args, kwargs = call.spot, call.args, call.kwargs
         recorder = present.recorder
         if recorder is not None and spot.is_block and (ruling is not None or spot.is_rest):
             return self._record(present, recorder, call, is_kept=ruling is None)
@@ -279,26 +287,6 @@ def _named(name: str) -> Iterator[None]:
         if isinstance(error, (MemfitError, torch.OutOfMemoryError)) or ends_early(error):
             raise
         raise told(error) from error
-
-
-class Repeated:
-    """A context that can be entered again after it was left: a backward pass may come twice.
-
-    Args:
-        make: returns a context that can be entered once.
-    """
-
-    __slots__ = ("_entered", "_make")
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._entered = self._make()
-        self._entered.__enter__()
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self._entered.__exit__(*raised)
 
 
 class Steered:

@@ -36,7 +36,12 @@ from memfit.system.recorder import Record, allocated_bytes, record
 from memfit.system.spill_file import parse_host_dir, require_host_budget
 from memfit.torch_private.autograd import changing_hooks
 from memfit.torch_private.cuda import prepare_allocator
-from memfit.torch_private.sharding import is_sharded, modules_that_gather, parameters_that_are_gathered
+from memfit.torch_private.sharding import (
+    is_sharded,
+    modules_that_gather,
+    parameters_that_are_gathered,
+    restored_by_copies,
+)
 from memfit.torch_private.tensors import tensors_reached
 
 
@@ -154,6 +159,7 @@ class Eager(Uncopied):
             host,
             may_grow=may_grow,
             model=self._model if may_be_off else None,
+            restores=restored_by_copies(self._model),
         )
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)

@@ -53,6 +53,7 @@ class BudgetMode(UnwrappedMode):
         host: where contents are copied to; None if that is nowhere.
         may_grow: see `Pages`.
         model: if the mode may be off in backward passes and updates.
+        restores: says whether a write to a tensor gives a gathered parameter the contents that it had.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class BudgetMode(UnwrappedMode):
         *,
         may_grow: bool = True,
         model: torch.nn.Module | None = None,
+        restores: Callable[[torch.Tensor], bool] = lambda _tensor: False,
     ) -> None:
         super().__init__()
         self.contents = Contents(budget_bytes, live_bytes, model_bytes, host, _RESERVE_BYTES[needs.device.type])
@@ -79,6 +81,7 @@ class BudgetMode(UnwrappedMode):
         self._unread = Unread()
         self._quiet_passes = 0
         self._watch_bytes = _calm_bytes(self.contents)
+        self._restores = restores
         self._thread: threading.Thread | None = None  # that is in the block
         self._turn = Turn()  # to read what autograd saved
         self._aside = None if model is None else Aside(self, self.contents, model, self._was_off)
@@ -199,6 +202,7 @@ class BudgetMode(UnwrappedMode):
         written = operator.written(args, kwargs) if operator.may_write else []
         if not any(contents.sources.find(tensor.untyped_storage()) for tensor in written):
             written = []  # nothing is known of what is lost
+        written = [tensor for tensor in written if not self._restores(tensor)]
         if self._is_limited:  # what the call takes need not be known before
             if written:
                 contents.before_writes(written, 0, func)

@@ -268,13 +268,18 @@ class Running:
         return True
 
     def _judge(self, held: _Steered) -> None:
-        """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much."""
+        """Judge the step before a call of a model, and go on in eager mode where checkpoints take too much.
+
+        Where blocks run collectives, other ranks might not: checkpoints then say so.
+        """
         loops = [loop for each in self._steered if (loop := each.loop()) is not None]
         own, module = held.loop(), held.models[0]()
         if own is None or module is None or any(loop.is_between() for loop in loops):
             return
         handle = Checkpointed(own)
-        why = handle.why_leave() or (handle.why_begin_elsewhere() if len(self._steered) == 1 else "")
+        why = "" if any(loop.plans.has_collectives for loop in loops) else handle.why_leave()
+        if not own.plans.has_collectives and len(self._steered) == 1:
+            why = why or handle.why_begin_elsewhere()
         if why and own.contract is not None:
             self._done += [each.close() for each in self._steered]
             self._steered.clear()

@@ -6,10 +6,14 @@ sums in place: the same bits, without memory that no plan counts.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -188,6 +192,13 @@ def groups_talked_to(device: torch.device) -> Iterator[list[Any]]:
         yield groups
     finally:
         groups += [group for group, count in _collectives(device).items() if count != before.get(group)]
+
+
+def another_thread_talks() -> bool:
+    """Return whether another thread of this process runs code of torch.distributed, as one that saves a checkpoint."""
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    package = str(Path(torch.distributed.__file__).parent)
+    return any(each.f_code.co_filename.startswith(package) for top in others for each, _ in walk_stack(top))
 
 
 def is_of_others(operator: Any) -> bool:

@@ -142,6 +142,21 @@ def parameters_that_are_gathered(model: torch.nn.Module) -> set[torch.Tensor]:
     return {each.sharded_param for group in groups for each in group.fsdp_params if not each.is_dtensor}
 
 
+def restored_by_copies(model: torch.nn.Module) -> Callable[[torch.Tensor], bool]:
+    """Return what says whether a tensor is the memory of a gathered parameter that `aten.copy_` restores.
+
+    Where one rank has all parts of a parameter, `fully_shard` copies what it gathers by an operator of its own else.
+
+    Args:
+        model: that `fully_shard` was applied to before.
+    """
+    groups = [group for module in model.modules() for group in _groups(_state(module))]
+    alone = [
+        each for group in groups if getattr(group.mesh_info, "shard_mesh_size", 0) == 1 for each in group.fsdp_params
+    ]
+    return lambda tensor: any(tensor is gathered for each in alone for gathered in each.all_gather_outputs)
+
+
 def gathered_before_it_reshards(model: torch.nn.Module) -> str:
     """Return the name of a module whose parameters are gathered now, and sharded after its next forward pass.
 
