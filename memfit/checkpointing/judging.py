@@ -14,13 +14,14 @@ from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
+from memfit.errors import EAGER_MODE
 from memfit.memory.contract import Aim, Contract, Held, Refused, Usage, Warnings, WindowKind
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _MOST_OVER_LEAN = 2  # of them over the budget, which a plan may keep, or is refused
 _MOST_IN_A_ROW = 4  # lean ones over the budget, of sizes that are new each time, before they are refused
-IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
+TRY_EAGER_MODE = f"try {EAGER_MODE}, which frees single tensors"
 _IN_ONE_CALL = (
     "hold all models of this loop by one call, memfit.checkpoint([first, second], budget), which plans them together"
 )
@@ -180,7 +181,7 @@ class Judge:
         assert own is not None
         uncompiled = _UNCOMPILED if self._compiled else ""
         ways = [_IN_ONE_CALL] if any(each is not self and each.is_beside(self._plans.device) for each in _open) else []
-        ways += [f"{uncompiled}{IN_EAGER_MODE}"] if self._plans.blocks else []  # which `NO_BLOCKS` names
+        ways += [f"{uncompiled}{TRY_EAGER_MODE}"] if self._plans.blocks else []  # which `NO_BLOCKS` names
         instead = ", ".join(ways)
         instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
         error = own.refusal(refused, self._why_refused(shape, peak_is_in), instead)

@@ -19,7 +19,7 @@ from memfit.capture.training_step import states_of
 from memfit.checkpointing.blocks import NO_BLOCKS, find_all
 from memfit.checkpointing.explaining import Explanation
 from memfit.checkpointing.handle import Checkpointed
-from memfit.checkpointing.judging import IN_EAGER_MODE
+from memfit.checkpointing.judging import TRY_EAGER_MODE
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.snapshots import is_awaited
@@ -158,7 +158,7 @@ class CheckpointedStep(Step):
                 self._updates_in_backward = False  # a block is recomputed for each of two backward passes
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
-                otherwise = f", or {IN_EAGER_MODE}" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
+                otherwise = f", or {TRY_EAGER_MODE}" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
                 raise InfeasibleBudgetError(
                     f"{self.why}: it is no graph, and runs under memfit.checkpoint, which needs at least "
                     f"{format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "

@@ -123,6 +123,11 @@ class Account:
         """All bytes on the device now, with those that other streams keep from the current one."""
         return self._uncounted.live_bytes() + allocated_bytes(self.device) + self._last_stream.lost_bytes
 
+    @property
+    def is_amid_calls(self) -> bool:
+        """Whether a graph was called on the device, of this or of another model, whose backward half has yet to run."""
+        return any(each.losses.are_awaited and each.device == self.device for each in _all_measuring())
+
     def begin(self) -> None:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
         if self._is_in_step:
@@ -232,7 +237,7 @@ class Account:
         Raises:
             OverBudgetError: it took more than the budget.
         """
-        if any(each.losses.are_awaited and each.device == self.device for each in _all_measuring()):
+        if self.is_amid_calls:
             self.ran += 1
             return run()
         window = Window(self.device)

@@ -244,7 +244,7 @@ class Contract:
         Args:
             refused: the verdict.
             what: the plan does, as a clause: `every block is recomputed`.
-            instead: another door that may hold it, as a clause: `train in eager mode`.
+            instead: another door that may hold it, as a clause: `try eager mode`.
         """
         return BudgetNotHeldError(
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
