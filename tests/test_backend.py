@@ -167,6 +167,19 @@ def test_a_model_of_which_only_a_constant_is_compiled_is_refused_at_its_first_up
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_a_call_that_reaches_no_graph_is_told_where_no_optimizer_steps(caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron(4)
+    planned = torch.compile(model, backend="memfit", options={"budget": "64MiB", "reserve": 0})
+    rows = torch.randn(8, 64)
+    with torch.no_grad():
+        planned(rows)
+    planned(rows).square().mean().backward()
+    assert "no budget is enforced" not in caplog.text
+    for _ in range(2):
+        torch.func.grad(lambda given: planned(given).square().mean())(rows)
+    assert caplog.text.count("no budget is enforced in it: it enters no transformation of torch.func") == 1
+
+
 def perceptron(outputs: int) -> nn.Module:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
     return nn.Sequential(*layers, nn.Linear(64, outputs))

@@ -181,10 +181,13 @@ class Judge:
         assert own is not None
         uncompiled = _UNCOMPILED if self._compiled else ""
         ways = [_IN_ONE_CALL] if any(each is not self and each.is_beside(self._plans.device) for each in _open) else []
-        ways += [f"{uncompiled}{TRY_EAGER_MODE}"] if self._plans.blocks else []  # which `NO_BLOCKS` names
-        instead = ", ".join(ways)
-        instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
-        error = own.refusal(refused, self._why_refused(shape, peak_is_in), instead)
+        by_transforms = self._plans.has_transforms  # which call the model several times before they go backward
+        if by_transforms:
+            ways.append(f"use {INSTEAD_OF_TRANSFORMS}")
+        elif self._plans.blocks:  # otherwise `NO_BLOCKS` names it
+            ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
+        why = self._why_refused(shape, peak_is_in)
+        error = own.refusal(refused, why, ", ".join(ways), is_whole=not by_transforms)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True
             raise error

@@ -238,20 +238,21 @@ class Contract:
             return Aim(self.aim_bytes(standing) - self.margin_bytes, is_larger=True)
         return Held(spare_bytes)
 
-    def refusal(self, refused: Refused, what: str, instead: str = "") -> BudgetNotHeldError:
+    def refusal(self, refused: Refused, what: str, instead: str = "", *, is_whole: bool = True) -> BudgetNotHeldError:
         """Return the error of a window that no plan keeps within the budget.
 
         Args:
             refused: the verdict.
             what: the plan does, as a clause: `every block is recomputed`.
             instead: another door that may hold it, as a clause: `try eager mode`.
+            is_whole: whether it was a whole step, so that a budget of what it took holds such steps.
         """
+        raised = f"Raise the budget to {refused.needed_bytes} bytes, make" if is_whole else "Make"
         return BudgetNotHeldError(
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
             f"{format_bytes(refused.over_bytes)} ({refused.over_bytes} bytes) more than its budget of "
-            f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. Raise the budget to "
-            f"{refused.needed_bytes} bytes, make the batch smaller, {instead and instead + ', '}or give "
-            "budget_is='soft' to go on with a warning",
+            f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. {raised} the batch "
+            f"smaller, {instead and instead + ', '}or give budget_is='soft' to go on with a warning",
             over_bytes=refused.over_bytes,
         )
 
