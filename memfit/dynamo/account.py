@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
-from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs
+from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs, with_headroom
 from memfit.dynamo.window import LossWindows, Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
@@ -318,7 +318,10 @@ class Account:
         if isinstance(verdict, Refused):
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
             what = "no plan of a graph takes less" if self.standing.is_least else what
-            self.contract.refuse(self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}"))
+            is_known = self.standing.is_least and self.ran - self._ran_before == 1
+            holding_bytes = with_headroom(taken_bytes) if is_known else None
+            refusal = self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}", holding_bytes=holding_bytes)
+            self.contract.refuse(refusal)
         elif isinstance(verdict, Aim):
             excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
             if verdict.is_larger:  # a plan may fill what the ones so far have left

@@ -27,7 +27,7 @@ from memfit.dynamo.inputs import (
     refuse_other_autocast,
     refuse_retained_graph,
 )
-from memfit.dynamo.optimizers import state_to_come
+from memfit.dynamo.optimizers import have_state, state_to_come
 from memfit.dynamo.outside import HEADROOM, Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
@@ -354,9 +354,9 @@ class CompiledGraph:
             return self.account.optimizers.bytes_to_come()
         if self.before is not None:
             return 0
-        if self.graph.options.reserve_bytes is not None:
-            return self.graph.options.reserve_bytes
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        if self.graph.options.reserve_bytes is not None:
+            return 0 if have_state(trained) else self.graph.options.reserve_bytes
         reserved, assumed = state_to_come(trained, self.device)
         if assumed:
             self.graph.warnings.warn(

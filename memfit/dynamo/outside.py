@@ -148,6 +148,11 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     )
 
 
+def with_headroom(taken_bytes: int) -> int:
+    """Return the budget of which plans may take so many bytes."""
+    return math.ceil(taken_bytes / (1 - HEADROOM)) + 1
+
+
 OTHER_DOOR = 'memfit.checkpoint (door="checkpoint" of a callback) holds it'
 
 
@@ -173,7 +178,7 @@ def of_whole_budget(
     taken_bytes = beside_bytes + reserved_bytes
     found_bytes = error.least_budget_found_bytes if is_alone else None
     if found_bytes is not None:
-        found_bytes = math.ceil((taken_bytes + found_bytes) / (1 - HEADROOM)) + 1
+        found_bytes = with_headroom(taken_bytes + found_bytes)
     reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
     if needed and assumed_bytes:
