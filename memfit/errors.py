@@ -11,6 +11,8 @@ from typing import Any
 
 BY_CHECKPOINT = "memfit.checkpoint(model, budget) holds the budget of this model in your own loop"
 """Ends refusals of planned steps."""
+EAGER_MODE = 'eager mode (memfit.eager, memfit run --door eager, door="eager" of a callback)'
+"""In refusals of `memfit.checkpoint`."""
 
 
 class MemfitError(Exception):

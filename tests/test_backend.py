@@ -167,6 +167,32 @@ def test_a_model_of_which_only_a_constant_is_compiled_is_refused_at_its_first_up
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_what_is_set_aside_for_the_optimizer_is_not_set_aside_again_for_a_later_graph() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 4))
+    state_bytes = 2 * sum(each.nbytes for each in model.parameters())
+    options = {"budget": bytes_now(torch.device("cpu")) + state_bytes + (9 << 20), "reserve": state_bytes}
+    planned = torch.compile(model, backend="memfit", options=options)
+    optimizer = torch.optim.Adam(model.parameters())
+    for is_frozen in (False, False, True):
+        model[2].requires_grad_(not is_frozen)  # another graph
+        planned(torch.randn(64, 1024)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_call_that_reaches_no_graph_is_told_where_no_optimizer_steps(caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron(4)
+    planned = torch.compile(model, backend="memfit", options={"budget": "64MiB", "reserve": 0})
+    rows = torch.randn(8, 64)
+    with torch.no_grad():
+        planned(rows)
+    planned(rows).square().mean().backward()
+    assert "no budget is enforced" not in caplog.text
+    for _ in range(2):
+        torch.func.grad(lambda given: planned(given).square().mean())(rows)
+    assert caplog.text.count("no budget is enforced in it: it enters no transformation of torch.func") == 1
+
+
 def perceptron(outputs: int) -> nn.Module:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
     return nn.Sequential(*layers, nn.Linear(64, outputs))

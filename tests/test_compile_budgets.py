@@ -14,7 +14,7 @@ from memfit.dynamo.account import Account
 from memfit.dynamo.outside import Outside, OutsideOfGraphs
 from memfit.dynamo.share import Share
 from memfit.dynamo.window import Window, apart
-from memfit.errors import BudgetNotHeldError
+from memfit.errors import BudgetNotHeldError, NoPlanError
 from memfit.system.recorder import record
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -110,7 +110,7 @@ def test_a_share_is_half_until_a_step_has_shown_what_follows() -> None:
     account = Account(1 << 30, CPU)
     account.begin()
     share = Share(account, ends_in_break=True)
-    assert share.of(1000, 200) == 600 and not share.is_too_small
+    assert share.of(1000, 200) == 600 and not share.is_too_small and not share.is_of_several
     share.end_forward()
     share.begin_backward()
     assert share.is_too_small and share.of(1000, 200) == 600  # the graph was called in this step
@@ -120,9 +120,42 @@ def test_a_share_is_half_until_a_step_has_shown_what_follows() -> None:
     assert other.of(1000, 200) == 1000
     for _ in range(4):
         other.end_forward()
-    assert other.is_repeated and other.of(1000, 200) == 600
+    assert other.is_repeated and other.of(1000, 200) == 600 and other.is_of_several
     account.steps += 1
     assert not other.is_repeated and other.of(1000, 200) == 400  # four calls
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_refusal_names_a_budget_where_no_other_call_shares_it(breaks: bool) -> None:
+    halves = make_model()[:4], make_model()[-5:]
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        inner = halves[0](rows)
+        if breaks:
+            torch._dynamo.graph_break()
+        return halves[1](inner)
+
+    options = {"reserve": 0, "options": {"iterations": 2000}}
+
+    def refusal(budget: int) -> tuple[str, int | None]:
+        torch.compiler.reset()
+        compiled = torch.compile(forward, backend="memfit", options=options | {"budget": budget})
+        try:
+            for _ in range(3):
+                compiled(torch.randn(4096, 64)).square().mean().backward()
+                for half in halves:
+                    half.zero_grad()
+        except NoPlanError as error:
+            return str(error), error.least_budget_found_bytes
+        return "", None
+
+    text, named = refusal(bytes_now(CPU) + (1 << 20))
+    assert "are beside this graph" in text and ("was reached, where the loss takes" in text) is not breaks
+    assert (named is None) is breaks
+    if named is not None:
+        text, named = refusal(named)  # the loss takes more
+        assert "was reached; in what is left what the loop runs" in text
+        assert named is not None and refusal(named) == ("", None)
 
 
 def test_what_is_outside_is_scaled_to_the_size_of_the_outputs() -> None:

@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import queue
+import sys
 import threading
 import types
 import weakref
@@ -217,6 +218,62 @@ class Special:
     def __exit__(self, *_error: object) -> None:
         pass
 
+    def __index__(self) -> int:
+        return int(ELSEWHERE["gain"])
+
+    def __format__(self, _how: str) -> str:
+        return str(ELSEWHERE["gain"])
+
+    def __next__(self) -> float:
+        return ELSEWHERE["gain"]
+
+    def __class_getitem__(cls, _key: int) -> float:
+        return ELSEWHERE["gain"]
+
+    def times(self, factor: float) -> float:
+        return ELSEWHERE["gain"] * factor
+
+    once = functools.partialmethod(times, 1.0)
+
+
+class Answering(type):
+    def __getattr__(cls, _name: str) -> float:
+        return ELSEWHERE["gain"]
+
+
+class Answered(metaclass=Answering): ...
+
+
+class Above:
+    gain = 2.0
+
+
+class Below(Above):
+    gain = 1.0
+
+    def above(self) -> float:
+        return super().gain
+
+
+class Cached:
+    @functools.cached_property
+    def gain(self) -> float:
+        return ELSEWHERE["gain"]
+
+
+def _made_module() -> types.ModuleType:
+    made = types.ModuleType("made_for_a_test")
+    made.__getattr__ = lambda _name: ELSEWHERE["gain"]  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+def _set_and_forget(own: Any, value: float) -> None:
+    ELSEWHERE["gain"] = value
+    vars(own).clear()
+
+
+BY_ITS_NAME = 2.0
+
 
 def _entered(own: Special) -> float:
     with own as gain:
@@ -337,6 +394,26 @@ HOLDERS: dict[str, tuple[Callable[[], Any], Read, Write]] = {
     "an item that its class makes up": (Special, lambda own: own[0], _set_elsewhere),
     "a truth value": (Special, lambda own: 2.0 if own else 3.0, _set_elsewhere),
     "a context manager": (Special, _entered, _set_elsewhere),
+    "an index": (Special, lambda own: [1.0, 1.0, 2.0, 3.0][own], _set_elsewhere),
+    "a format": (Special, lambda own: float(f"{own}"), _set_elsewhere),
+    "what comes next": (Special, next, _set_elsewhere),
+    "an item of a class": (Special, lambda _own: Special[0], _set_elsewhere),
+    "a partial method": (Special, lambda own: own.once(), _set_elsewhere),
+    "an attribute that a metaclass makes up": (lambda: Answered, lambda own: own.anything, _set_elsewhere),
+    "an attribute that a module makes up": (_made_module, lambda own: own.anything, _set_elsewhere),
+    "an attribute of a base class": (Below, Below.above, lambda _own, value: setattr(Above, "gain", value)),
+    "a cached property": (Cached, lambda own: own.gain, _set_and_forget),
+    "what a proxy stands for": (lambda: weakref.proxy(KEPT), *ATTRIBUTE),
+    "a global by its name": (
+        lambda: None,
+        lambda _own: globals()["BY_ITS_NAME"],
+        lambda _own, value: globals().update(BY_ITS_NAME=value),
+    ),
+    "a global of a module that is looked up": (
+        lambda: None,
+        lambda _own: sys.modules[__name__].BY_ITS_NAME,
+        lambda _own, value: globals().update(BY_ITS_NAME=value),
+    ),
     "a class of a class": (lambda: OfKind, lambda own: own.gain, lambda _own, value: setattr(Kind, "gain", value)),
     "a distribution": (
         lambda: torch.distributions.Normal(2.0, 1.0),

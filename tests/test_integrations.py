@@ -300,6 +300,25 @@ def test_what_checkpoints_cannot_hold_goes_on_in_eager_mode(caplog: pytest.LogCa
     assert not model._forward_pre_hooks
 
 
+def test_a_training_that_is_over_is_not_broken_off_by_its_last_step(caplog: pytest.LogCaptureFixture) -> None:
+    from memfit.integrations.held import HeldModel
+
+    model = Outside()
+    optimizer, held = (
+        torch.optim.AdamW(model.parameters()),
+        HeldModel(bytes_now(CPU) + (20 << 20), "checkpoint", {}, ""),
+    )
+    held.hold(model)
+    for _ in range(2):  # the second one is planned
+        model(torch.randn(512, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "the step is complete" not in caplog.text
+    held.end_training()
+    assert "the step is complete" in caplog.text and 'door="eager" of a callback' in caplog.text
+    assert not model._forward_pre_hooks
+
+
 def test_a_door_that_does_not_exist_or_lacks_an_option_is_refused() -> None:
     small_gpt()
     from memfit.integrations.transformers import MemfitCallback

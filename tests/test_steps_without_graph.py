@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import random
@@ -26,6 +27,7 @@ from memfit.memory.snapshot import StepState
 from memfit.planning import Settings
 from memfit.step.backward_updates import run_updating, updates_in_backward
 from memfit.step.measure import measured_eager_peak
+from memfit.torch_private.modules import module_hooks
 
 _WIDTH = 32
 CPU = torch.device("cpu")
@@ -412,7 +414,8 @@ def test_the_least_budget_that_is_named_works() -> None:
     assert planned.measure(repeats=2).peak_bytes <= named
 
 
-def test_checkpoints_are_there_in_calls_of_the_step_alone() -> None:
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_checkpoints_are_there_in_calls_of_the_step_alone(is_closed: bool) -> None:
     step = looking()
     forwards = [vars(module).get("forward") for module in step.model.modules()]
     planned = planned_within(step, "70%")
@@ -422,8 +425,12 @@ def test_checkpoints_are_there_in_calls_of_the_step_alone() -> None:
     assert planned.report().count == count
     twin = copy.deepcopy(step.model)
     assert torch.equal(twin(step.batch[0]), step.model(step.batch[0]))
-    planned.close()
+    if is_closed:
+        planned.close()
+    del planned
+    gc.collect()
     assert [vars(module).get("forward") for module in step.model.modules()] == forwards
+    assert not any(map(len, module_hooks(step.model)))
 
 
 def test_a_step_that_fails_leaves_no_checkpoints_and_the_next_one_is_as_ever() -> None:

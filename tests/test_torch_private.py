@@ -681,7 +681,13 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
         before = config.get_config_copy()
         mine, others = _counting_backend(), _counting_backend()
         asked: list[object] = []
-        compile_soundly(mine[0], asked.append)
+        called: list[str] = []
+
+        def watch(compiled: object) -> Callable[[], Callable[[], None]]:
+            asked.append(compiled)
+            return lambda: called.append("begins") or (lambda: called.append("ends"))
+
+        compile_soundly(mine[0], watch)
         assert set(_seen(*mine).values()) == {True}
         assert len(asked) == 4
         assert set(_seen(*others).values()) == {False}
@@ -691,6 +697,10 @@ def test_a_backend_has_settings_of_its_own_for_what_is_compiled(monkeypatch: pyt
             inside.compile(backend=backend)
             made: Any = torch.compile(torch.nn.Linear(2, 2), backend=backend)
             assert is_compiled_soundly(inside) is is_compiled_soundly(made) is is_mine
+            called.clear()
+            inside(torch.ones(1, 2))
+            made(torch.ones(1, 2))
+            assert called == ["begins", "ends"] * 2 * is_mine
         assert config.get_config_copy() == before
 
 

@@ -67,8 +67,18 @@ def is_users(cls: type) -> bool:
     """Return whether a class is the user's, or one of Python's that holds values of users; of no installed package."""
     if is_librarys(cls.__module__) or not isinstance(cls.__module__, str):
         return False
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    file = file_of(sys.modules.get(cls.__module__))
     return file is None or is_own(file) or cls.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def file_of(module: Any) -> str | None:
+    """Return the file of a module, if it has one; its own `__getattr__` is not asked.
+
+    Args:
+        module: any object that is in the place of one, or None.
+    """
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else None
 
 
 @cache
@@ -123,7 +133,7 @@ def _scripts_named(function: FunctionType) -> list[str]:
 def attribute_reads(code: CodeType) -> frozenset[str]:
     """Return the names of the attributes that a function's code reads of any object, also by `getattr`."""
     names = _names(code, _ATTRIBUTE_READS)
-    return names | _texts(code) if "getattr" in global_reads(code) else names
+    return names | texts_in(code) if "getattr" in global_reads(code) else names
 
 
 @cache
@@ -172,9 +182,11 @@ def _names(code: CodeType, operations: tuple[str, ...]) -> frozenset[str]:
     return frozenset(found.union(*(_names(inner, operations) for inner in _inner(code))))
 
 
-def _texts(code: CodeType) -> frozenset[str]:
+@cache
+def texts_in(code: CodeType) -> frozenset[str]:
+    """Return the texts among the constants of a function's code, functions within it included."""
     found = {constant for constant in code.co_consts if isinstance(constant, str)}
-    return frozenset(found.union(*map(_texts, _inner(code))))
+    return frozenset(found.union(*map(texts_in, _inner(code))))
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:

@@ -31,12 +31,14 @@ import torch
 
 from memfit.capture.code_reads import (
     attribute_reads,
+    file_of,
     global_reads,
     global_writes,
     imported_modules,
     is_librarys,
     is_opaque,
     is_own,
+    texts_in,
 )
 from memfit.capture.copies import (
     ATOMS,
@@ -162,7 +164,7 @@ class Discovery(Found):
         elif isinstance(value, MethodType):
             self._discover(value.__self__, path)
             self._discover(value.__func__, path)
-        elif isinstance(value, functools.partial):
+        elif isinstance(value, (functools.partial, functools.partialmethod)):
             for number, inner in enumerate((value.func, *value.args)):
                 self._discover(inner, f"{path} (partial, {number})")
             self._discover(value.keywords, path)
@@ -171,6 +173,8 @@ class Discovery(Found):
         elif isinstance(value, _VIEWS):
             for inner in gc.get_referents(value):
                 self._discover(inner, path)
+        elif isinstance(value, weakref.ProxyTypes):
+            self._discover(value.__init__.__self__, path)  # what it stands for: an object that is there gives no other
         elif isinstance(value, weakref.ref):
             self._add_place(f"what {path} refers to", value, lambda _gone: None)
         elif isinstance(value, ContextVar):
@@ -296,6 +300,15 @@ class Discovery(Found):
                     self._add_class_attribute(base, name, raw)
                     self._discover(raw, f"{cls.__qualname__}.{name}")
 
+    def _discover_bases(self, cls: type, names: frozenset[str]) -> None:
+        """Copy what code that calls `super()` may read of the classes behind it: no object is asked there."""
+        for base in cls.__mro__[1:]:
+            for name in names & base.__dict__.keys() if not is_librarys(base.__module__) else ():
+                raw = base.__dict__[name]
+                if not isinstance(function_of(raw), FunctionType):
+                    self._add_class_attribute(base, name, raw)
+                self._discover(function_of(raw), f"{base.__qualname__}.{name}")
+
     def _discover_function(self, function: FunctionType, path: str) -> None:
         code = function.__code__
         if not is_own(code.co_filename):
@@ -306,7 +319,9 @@ class Discovery(Found):
             known = self._known_cells.get(id(cell))
             if known is not None:
                 known.codes.append(code)
-            elif name != "__class__":
+            elif name == "__class__":
+                self._discover_bases(cell.cell_contents, attribute_reads(code))
+            else:
                 known = self._known_cells[id(cell)] = Cell(name, cell, code)
                 self.cells.append(known)
                 self._discover(known.before, name)
@@ -316,12 +331,15 @@ class Discovery(Found):
             self._discover(function.__dict__, path)
         for module in self._held_files:
             self._discover_file(module, code)
-        wanted = global_reads(code)
+        wanted, by_name = global_reads(code), frozenset[str]()
+        if "globals" in wanted or "modules" in attribute_reads(code):  # of sys
+            by_name = attribute_reads(code) | texts_in(code)
         if not {"environ", "getenv"}.isdisjoint(wanted | attribute_reads(code)):
             self._discover(os.environ, "os.environ")
         table = self._globals(function.__globals__)
         table.codes.add(code)
-        for name in wanted & table.table.keys():
+        table.by_attribute |= by_name & table.table.keys()
+        for name in (wanted | by_name) & table.table.keys():
             value = table.table[name]
             if isinstance(value, ModuleType):
                 self._discover_file(value, code)
@@ -334,11 +352,11 @@ class Discovery(Found):
 
     def _discover_file(self, module: ModuleType, code: CodeType) -> None:
         """Copy the globals of a file of the user's whose names are read as attributes in a function's code."""
-        filename = getattr(module, "__file__", None)
-        if is_librarys(module.__name__) or (filename is not None and not is_own(filename)):
+        filename = file_of(module)
+        if is_librarys(module.__dict__.get("__name__")) or (filename is not None and not is_own(filename)):
             return
         table = self._globals(module.__dict__)
-        for name in attribute_reads(code) & table.table.keys():
+        for name in (attribute_reads(code) | {"__getattr__"}) & table.table.keys():
             table.by_attribute.add(name)
             self._name_global(table, name)
 

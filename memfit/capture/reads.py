@@ -217,8 +217,9 @@ class Reads(Discovery):
             self._class_attribute(owner, name, table)
             return
         if first:
-            if table.before.get(name, MISSING) is not value:  # the step had set it
+            if table.before.get(name, MISSING) is not value:  # the step had set it, or a cached property does now
                 table.settled.add(name)
+                self._class_attribute(owner, name, table)
                 return
             table.names.add(name)
             self._discover(value, table.name(name))

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from memfit.errors import InvalidOptionError
+from memfit.errors import EAGER_MODE, InvalidOptionError
 
 Named = tuple[str, torch.nn.Module]
 NO_BLOCKS = (
     "no blocks of the model were found that can be recomputed: name them, as memfit.checkpoint(..., "
-    "blocks=['encoder.layers.*', 'decoder.*']), or use eager mode (memfit.eager, memfit run --door eager), which needs "
-    "none"
+    f"blocks=['encoder.layers.*', 'decoder.*']), or use {EAGER_MODE}, which needs none"
 )
 _LEAST_MEMBERS = 2
 _MOST_NAMED = 8  # in a message

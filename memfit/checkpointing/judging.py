@@ -15,6 +15,7 @@ from memfit.checkpointing.plans import Plans
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, FirstTalks, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
+from memfit.errors import EAGER_MODE
 from memfit.memory.contract import Aim, Contract, Evaluations, Held, Refused, Usage, Warnings, WindowKind
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
@@ -22,7 +23,7 @@ from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 _MOST_LEAN_PASSES = 64  # without an optimizer's step, before a plan is made all the same
 _MOST_OVER_LEAN = 2  # of them over the budget, which a plan may keep, or is refused
 _MOST_IN_A_ROW = 4  # lean ones over the budget, of sizes that are new each time, before they are refused
-IN_EAGER_MODE = "train in eager mode, which frees single tensors (memfit.eager, memfit run --door eager)"
+TRY_EAGER_MODE = f"try {EAGER_MODE}, which frees single tensors"
 _IN_ONE_CALL = (
     "hold all models of this loop by one call, memfit.checkpoint([first, second], budget), which plans them together"
 )
@@ -46,7 +47,7 @@ class Judge:
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
         self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
         self.warnings = Warnings()
-        self._lean = self._over_lean = self._in_a_row = 0
+        self._lean = self._over_lean = self._in_a_row = self._most_lean_bytes = 0
         self._evaluations = Evaluations()
         self._shared: SharedPolicy | None = None
         self._may_share, self.talks = True, FirstTalks(plans)
@@ -167,6 +168,7 @@ class Judge:
                 self._evaluations.end(usage.live_bytes)
             self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
             self._in_a_row = (self._in_a_row + 1) * is_over if is_lean else self._in_a_row
+            self._most_lean_bytes = max(self._most_lean_bytes, usage.taken_bytes)
             if is_over and not self._refuses_new_sizes(shape, usage):
                 kind = "lean" if is_lean else "evaluation"
                 self.warnings.warn(self.contract.over_text(usage), kind)
@@ -216,10 +218,14 @@ class Judge:
         assert own is not None
         uncompiled = _UNCOMPILED if self._compiled else ""
         ways = [_IN_ONE_CALL] if any(each is not self and each.is_beside(self._plans.device) for each in _open) else []
-        ways += [f"{uncompiled}{IN_EAGER_MODE}"] if self._plans.blocks else []  # which `NO_BLOCKS` names
-        instead = ", ".join(ways)
-        instead += f", or {INSTEAD_OF_TRANSFORMS}" if self._plans.has_transforms else ""
-        error = own.refusal(refused, self._why_refused(shape, peak_is_in), instead)
+        by_transforms = self._plans.has_transforms  # which call the model several times before they go backward
+        if by_transforms:
+            ways.append(f"use {INSTEAD_OF_TRANSFORMS}")
+        elif self._plans.blocks:  # otherwise `NO_BLOCKS` names it
+            ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
+        why = self._why_refused(shape, peak_is_in)
+        holding_bytes = None if by_transforms else self._most_lean_bytes
+        error = own.refusal(refused, why, ", ".join(ways), holding_bytes=holding_bytes)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True
             raise error

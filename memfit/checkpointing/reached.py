@@ -23,12 +23,13 @@ from memfit.capture.copies import ATOMS, BUFFERS
 from memfit.capture.discovery import MODULE_NAMES, Discovery
 from memfit.capture.draws import GENERATORS, HostGenerators
 from memfit.capture.iterators import Position
+from memfit.errors import EAGER_MODE
 from memfit.memory.python_places import PythonPlace, of_generator, places_of
 from memfit.torch_private.modules import global_module_hooks, module_tables, tables_of
 from memfit.torch_private.sharding import is_of_first_fsdp
 from memfit.torch_private.tensors import BatchNormBase, is_plain_dense, storage_key
 
-OR_EAGER_MODE = ", or train in eager mode (memfit.eager, memfit run --door eager)"
+OR_EAGER_MODE = f", or train in {EAGER_MODE}"
 """Ends a refusal of what a block reaches."""
 _CODE = (FunctionType, type, ModuleType, torch.nn.Module)
 _CALLED = (FunctionType, MethodType, partial)

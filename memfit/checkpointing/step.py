@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from memfit.capture.training_step import states_of
 from memfit.checkpointing.blocks import NO_BLOCKS, find_all
 from memfit.checkpointing.explaining import Explanation
 from memfit.checkpointing.handle import Checkpointed
-from memfit.checkpointing.judging import IN_EAGER_MODE
+from memfit.checkpointing.judging import TRY_EAGER_MODE
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.reporting import Report
 from memfit.checkpointing.snapshots import is_awaited
@@ -95,6 +96,8 @@ class CheckpointedStep(Step):
             host_budget_bytes=settings.host_budget_bytes,
             host_dir=settings.host_dir,
         )
+        self._leave = weakref.finalize(self, self._loop.close, is_judged=False)
+        self._leave.atexit = False
         self._loop.is_paused = True
         self._loop.expect_no_optimizer()
         self._generators = generators_of(step)
@@ -158,12 +161,12 @@ class CheckpointedStep(Step):
                 self._updates_in_backward = False  # a block is recomputed for each of two backward passes
             except BudgetNotHeldError as error:
                 least_bytes = self.budget_bytes + error.over_bytes
-                otherwise = f", or {IN_EAGER_MODE}" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
+                otherwise = f", or {TRY_EAGER_MODE}" if self._loop.plans.blocks else f"; {NO_BLOCKS}"
                 raise InfeasibleBudgetError(
                     f"{self.why}: it is no graph, and runs under memfit.checkpoint, which needs at least "
                     f"{format_bytes(least_bytes)} ({least_bytes} bytes), more than the budget of "
-                    f"{format_bytes(self.budget_bytes)}: raise the budget to {least_bytes} bytes, or make the batch "
-                    f"smaller{otherwise}",
+                    f"{format_bytes(self.budget_bytes)}: raise the budget to {least_bytes} bytes for steps like "
+                    f"this, or make the batch smaller{otherwise}",
                     least_budget_found_bytes=least_bytes,
                     least_budget_bound_bytes=0,
                 ) from error
@@ -269,5 +272,5 @@ class CheckpointedStep(Step):
         return Checkpointed(self._loop).policy()
 
     def close(self) -> None:
-        """End the budget, and leave the model as it was before."""
-        self._loop.close(is_judged=False)
+        """End the budget, and leave the model as it was before; a step that nobody holds any more does so by itself."""
+        self._leave()

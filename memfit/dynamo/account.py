@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
-from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs
+from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs, with_headroom
 from memfit.dynamo.window import LossWindows, Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
@@ -124,6 +124,11 @@ class Account:
     def live_bytes(self) -> int:
         """All bytes on the device now, with those that other streams keep from the current one."""
         return self._uncounted.live_bytes() + allocated_bytes(self.device) + self._last_stream.lost_bytes
+
+    @property
+    def is_amid_calls(self) -> bool:
+        """Whether a graph was called on the device, of this or of another model, whose backward half has yet to run."""
+        return any(each.losses.are_awaited and each.device == self.device for each in _all_measuring())
 
     def begin(self) -> None:
         """Begin to measure a step, unless the backward pass of the last call has yet to come."""
@@ -241,7 +246,7 @@ class Account:
         Raises:
             OverBudgetError: it took more than the budget.
         """
-        if any(each.losses.are_awaited and each.device == self.device for each in _all_measuring()):
+        if self.is_amid_calls:
             self.ran += 1
             return run()
         if self._evaluations.begin(held_bytes(self.device), allocated_bytes(self.device), self.budget_bytes):
@@ -324,7 +329,10 @@ class Account:
         if isinstance(verdict, Refused):
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
             what = "no plan of a graph takes less" if self.standing.is_least else what
-            self.contract.refuse(self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}"))
+            is_known = self.standing.is_least and self.ran - self._ran_before == 1
+            holding_bytes = with_headroom(taken_bytes) if is_known else None
+            refusal = self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}", holding_bytes=holding_bytes)
+            self.contract.refuse(refusal)
         elif isinstance(verdict, Aim):
             excess_bytes = max(0, self.budget_bytes - verdict.aim_bytes)
             if verdict.is_larger:  # a plan may fill what the ones so far have left

@@ -117,6 +117,7 @@ class PlannedGraph:
         trained: of the class: parameters, by `id`, with which graphs were called where gradients are recorded; None for
             what was computed of some. None if all models are checked that were compiled with the backend.
         ends_in_break: whether the user's code goes on in eager after it, so that other graphs may follow.
+        is_part: whether other code of the model comes before it, or after.
         warnings: of the graph, each given once.
         sharing: of the budget with other parts of a model; None if it is planned by itself.
         compiled: by what it depends on of its inputs.
@@ -130,7 +131,8 @@ class PlannedGraph:
     ) -> None:
         self.ends_in_break = ends_in_break(module)
         self.module = with_numbers_as_tensors(as_aot_takes_it(module))
-        self._may_be_part = account is None and not is_between_breaks(module)
+        self.is_part = is_between_breaks(module)
+        self._may_be_part = account is None and not self.is_part
         self._is_alone = False  # is a part whose kernels are not planned with other parts
         self.sharing: Sharing | None = None
         self._levels: dict[Any, Levels] = {}
@@ -165,9 +167,10 @@ class PlannedGraph:
 
     def _look_whether_part(self, inputs: Sequence[Any]) -> None:
         """See at the first call with gradients whether the graph is a part of a model, which shares the budget."""
-        if self._may_be_part and are_of_part(inputs) and self.options.kernels != EAGER:
-            self._is_alone = True
-        elif self._may_be_part and are_of_part(inputs):
+        if self._may_be_part and are_of_part(inputs):
+            self.is_part = True
+            self._is_alone = self.options.kernels != EAGER
+        if self._may_be_part and self.is_part and not self._is_alone:
             settings = self.options.settings
             self.sharing = sharing_of(int(settings.budget), self._device, settings.budget_is)
             self.account = self.sharing.account

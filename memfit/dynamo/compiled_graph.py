@@ -27,8 +27,8 @@ from memfit.dynamo.inputs import (
     refuse_other_autocast,
     refuse_retained_graph,
 )
-from memfit.dynamo.optimizers import state_to_come
-from memfit.dynamo.outside import Outside, of_whole_budget, planned_beside
+from memfit.dynamo.optimizers import have_state, state_to_come
+from memfit.dynamo.outside import HEADROOM, Outside, of_whole_budget, planned_beside
 from memfit.dynamo.ready_order import noting_order
 from memfit.dynamo.settings import INDUCTOR, as_it_is, settings_of
 from memfit.dynamo.share import Share
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from memfit.dynamo.backend import PlannedGraph
 
 _Made = TypeVar("_Made")
-HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _NUMBER_BYTES = 8  # an output of no more is the loss itself, from which user code computes nothing large
 _WORTH_PLANNING_AGAIN = 0.01  # of the budget: a smaller change of the bytes outside is not worth a second search
 
@@ -93,7 +92,8 @@ class CompiledGraph:
         # Inductor's code that no plan divides
         self._unplanned: dict[float | None, Any] = {} if before is None or graph.awaiting else before._unplanned
         self.account = graph.account
-        share = Share(self.account, ends_in_break=graph.ends_in_break) if before is None else before.share
+        share = None if before is None else before.share
+        share = share or Share(self.account, ends_in_break=graph.ends_in_break, is_part=graph.is_part)
         self.share, self.is_late = share, share.is_repeated
         self._host = self.account.host(graph.options.settings)
         self.budget_bytes = int(graph.options.settings.budget)
@@ -326,7 +326,10 @@ class CompiledGraph:
             found_bytes, left_bytes = error.least_budget_found_bytes, self._unshared_bytes + self.bytes_exceeded
             may_fit = self.account.losses.are_awaited or self._is_outside_estimated
             if found_bytes is None or (found_bytes > left_bytes and not may_fit):
-                raise self._of_whole_budget(error) from error
+                whole = self.budget_bytes, self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
+                assumed_bytes = self.outside.between_bytes if self.before is None else 0
+                is_alone = not self.share.is_of_several
+                raise of_whole_budget(error, *whole, is_alone=is_alone, assumed_bytes=assumed_bytes) from error
             self._least_bytes, self.is_least = found_bytes, True
             return make()
 
@@ -345,19 +348,15 @@ class CompiledGraph:
         self._unshared_bytes = max(1, self.budget_bytes - taken)
         return max(self._least_bytes, self.share.of(self._unshared_bytes, self._own_bytes))
 
-    def _of_whole_budget(self, error: NoPlanError) -> NoPlanError:
-        beside_bytes, reserved_bytes = self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
-        return of_whole_budget(error, self.budget_bytes, beside_bytes, reserved_bytes, headroom=HEADROOM)
-
     def _reserved(self) -> int:
         """Return the bytes that something else will take later; unless told, 0 after a step, which has shown them."""
         if self.account.optimizers.followed:
             return self.account.optimizers.bytes_to_come()
         if self.before is not None:
             return 0
-        if self.graph.options.reserve_bytes is not None:
-            return self.graph.options.reserve_bytes
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
+        if self.graph.options.reserve_bytes is not None:
+            return 0 if have_state(trained) else self.graph.options.reserve_bytes
         reserved, assumed = state_to_come(trained, self.device)
         if assumed:
             self.graph.warnings.warn(

@@ -11,7 +11,10 @@ could see the same earlier, but the compiler would trace it into every graph of 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from memfit.capture.optimizer import changes_parameters
 from memfit.dynamo.backend import PlannedGraph, memfit_backend
 from memfit.dynamo.optimizers import before_update
 from memfit.errors import UnsupportedStepError
+from memfit.memory.contract import Warnings
+from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS, has_modes, in_transform
 from memfit.torch_private.dynamo import compile_soundly
 from memfit.torch_private.sharding import is_of_fsdp
 
@@ -38,6 +43,11 @@ _WHY = (
     "says why) or enters no model whose code is all torch's inside of DDP, or torch.compiler.disable or "
     "TORCH_COMPILE_DISABLE forbids it"
 )
+_WHY_TRANSFORMED = f"it enters no transformation of torch.func from outside; use {INSTEAD_OF_TRANSFORMS}"
+_NONE_IN_CALL = (
+    'a call of {name}, which was compiled with backend="memfit", ran none of its graphs, so that no budget is enforced '
+    "in it: {why}"
+)
 _WHY_RNN = "PyTorch's compiler leaves models that call torch.nn.LSTM, GRU or RNN as they are"
 _CALLS = ("forward", "_call_impl", "_wrapped_call_impl", "__call__")  # methods that stand for their module
 _unchecked: list[weakref.ref[torch.nn.Module]] = []  # models that were compiled, and not updated since
@@ -46,7 +56,7 @@ _calls_when_asked = 0
 _calls: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # at its last update
 
 
-def _asked(compiled: object) -> None:
+def _asked(compiled: object) -> Callable[[], Callable[[], None]]:
     global _calls_when_asked
     _calls_when_asked = PlannedGraph.calls
     is_call = getattr(compiled, "__name__", "") in _CALLS
@@ -58,6 +68,20 @@ def _asked(compiled: object) -> None:
     else:
         _functions.append(compiled)
     PlannedGraph.trained = seen
+    return partial(_watched, type(owner).__name__ if isinstance(owner, torch.nn.Module) else "a function", Warnings())
+
+
+def _watched(name: str, warnings: Warnings) -> Callable[[], None]:
+    """Watch a call of what was compiled, and say at its end if it has reached no graph: no update may tell."""
+    ran, is_transformed = PlannedGraph.calls, in_transform()
+    may_tell = torch.is_grad_enabled() and not has_modes()
+
+    def returned() -> None:
+        if may_tell and PlannedGraph.calls == ran and sys.exc_info()[0] is None:
+            why = _WHY_TRANSFORMED if is_transformed else _WHY
+            warnings.warn(_NONE_IN_CALL.format(name=name, why=why), "no graph", most=1)
+
+    return returned
 
 
 def _require_graphs(optimizer: torch.optim.Optimizer) -> None:

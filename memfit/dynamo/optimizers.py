@@ -113,6 +113,11 @@ def state_to_come(parameters: Sequence[torch.nn.Parameter], device: torch.device
     return assumed_bytes + sum(found.get(each, 0) for each in parameters), assumed_bytes
 
 
+def have_state(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return whether an optimizer of the process has made its state for some of these parameters."""
+    return any(each in optimizer.state for optimizer in alive_optimizers() for each in parameters)
+
+
 def _bytes_to_come(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.nn.Parameter, int]:
     """Return the bytes of the state that an optimizer has yet to make, by parameter that it trains."""
     found: dict[torch.nn.Parameter, int] = {}

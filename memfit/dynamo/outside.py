@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from memfit.simulate.simulator import simulate
 from memfit.step.prepare import Prepared
 from memfit.system.budget import format_bytes
 
+HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _MOST_PLANS = 4
 _TAKEN = "taken"  # the attribute of a plan that keeps what `taken_by` returns
 
@@ -128,7 +130,14 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
             planned_bytes=plan.predicted.peak_bytes, taken_bytes=outside.peak_bytes(plan), budget_bytes=left_bytes
         )
 
-    fitted = fit_by(make, sizes_of, left_bytes, most_plans=_MOST_PLANS)
+    try:
+        fitted = fit_by(make, sizes_of, left_bytes, most_plans=_MOST_PLANS)
+    except NoPlanError as error:
+        found_bytes, error.least_budget_found_bytes = error.least_budget_found_bytes, None
+        if found_bytes is not None:
+            with suppress(NoPlanError):  # what that plan takes with its outside
+                error.least_budget_found_bytes = max(found_bytes, sizes_of(make(found_bytes)).taken_bytes)
+        raise
     if fitted.fits or is_least:
         return fitted.made
     raise InfeasibleBudgetError(
@@ -139,11 +148,22 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     )
 
 
+def with_headroom(taken_bytes: int) -> int:
+    """Return the budget of which plans may take so many bytes."""
+    return math.ceil(taken_bytes / (1 - HEADROOM)) + 1
+
+
 OTHER_DOOR = 'memfit.checkpoint (door="checkpoint" of a callback) holds it'
 
 
 def of_whole_budget(
-    error: NoPlanError, budget_bytes: int, beside_bytes: int, reserved_bytes: int, *, headroom: float
+    error: NoPlanError,
+    budget_bytes: int,
+    beside_bytes: int,
+    reserved_bytes: int,
+    *,
+    is_alone: bool,
+    assumed_bytes: int,
 ) -> NoPlanError:
     """Return the error about the bytes that the budget leaves as one about the budget.
 
@@ -152,16 +172,20 @@ def of_whole_budget(
         budget_bytes: the whole.
         beside_bytes: of it, beside the graph.
         reserved_bytes: of it, set aside for the optimizer.
-        headroom: the share of it that no plan takes.
+        is_alone: whether no other call of a graph is in the step, which would keep more with a larger budget.
+        assumed_bytes: that the loss takes; 0 if a step has shown it.
     """
-    taken_bytes, found_bytes = beside_bytes + reserved_bytes, error.least_budget_found_bytes
+    taken_bytes = beside_bytes + reserved_bytes
+    found_bytes = error.least_budget_found_bytes if is_alone else None
     if found_bytes is not None:
-        found_bytes = math.ceil((taken_bytes + found_bytes) / (1 - headroom)) + 1
+        found_bytes = with_headroom(taken_bytes + found_bytes)
     reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
+    if needed and assumed_bytes:
+        needed += f", where the loss takes no more than {format_bytes(assumed_bytes)} before backward"
     return type(error)(
         f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes)} are beside this "
         f"graph{reserved}{needed}; in what is left {error}; or try whether {OTHER_DOOR}",
         least_budget_found_bytes=found_bytes,
-        least_budget_bound_bytes=taken_bytes + error.least_budget_bound_bytes,
+        least_budget_bound_bytes=error.least_budget_bound_bytes + (taken_bytes if is_alone else 0),
     )

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture.joint import JointCapture
 from memfit.dynamo.account import Account
-from memfit.dynamo.compiled_graph import HEADROOM, CompiledGraph
-from memfit.dynamo.outside import Outside, taken_by
+from memfit.dynamo.compiled_graph import CompiledGraph
+from memfit.dynamo.outside import HEADROOM, Outside, taken_by
 from memfit.errors import InvalidOptionError, NoPlanError
 from memfit.graph import Graph
 from memfit.papers.planners.mirror import Mirror, MirrorPlan

@@ -11,11 +11,12 @@ class Share:
     Args:
         account: of the model.
         ends_in_break: whether the user's code goes on in eager after the graph, so that other graphs may follow.
+        is_part: whether other code of the model comes before it, or after.
     """
 
-    def __init__(self, account: Account, *, ends_in_break: bool) -> None:
+    def __init__(self, account: Account, *, ends_in_break: bool, is_part: bool = False) -> None:
         self._account = account
-        self._ends_in_break = ends_in_break
+        self._ends_in_break, self._is_part = ends_in_break, is_part
         self._is_followed: bool | None = None  # by another graph in its step; None before its first backward half
         self._ran_after_forward = 0
         self._step = self._calls = 0
@@ -30,6 +31,12 @@ class Share:
     def is_too_small(self) -> bool:
         """Whether something was left for graphs that do not come."""
         return self._ends_in_break and self._is_followed is False and self._most_calls == 1
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether the step has, or may have, other calls: what they keep depends on the budget as well."""
+        is_followed = self._is_followed or self._most_calls > 1 or self.is_repeated
+        return self._is_part or is_followed or self._account.is_amid_calls
 
     def of(self, left_bytes: int, own_bytes: int) -> int:
         """Return the bytes of `left_bytes` that the graph's plan may take.

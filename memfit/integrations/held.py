@@ -15,7 +15,7 @@ from memfit.doors.compile import LEAVES_WHOLE, hand_over
 from memfit.dynamo.model import PlannedCalls, compile_in_place, release
 from memfit.eager_mode.eager import Eager, eager
 from memfit.eager_mode.eager import Report as EagerReport
-from memfit.errors import InvalidOptionError, UnsupportedStepError
+from memfit.errors import BudgetNotHeldError, InvalidOptionError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.torch_private.modules import eager_call, is_compiled, own_call
 from memfit.torch_private.ranks import inside_ddp
@@ -228,7 +228,7 @@ class HeldModel:
             self.let_go()
 
     def let_go(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was; a last step that took more than the budget is told, and no error."""
         model, self.model = self.model, None
         if self._counter is not None:
             self._counter.remove()
@@ -239,6 +239,9 @@ class HeldModel:
             if own_call(model) is self._by:
                 release(model)
         elif isinstance(self._by, Checkpointed):
-            self._by.close()
+            try:
+                self._by.close()
+            except BudgetNotHeldError as refusal:  # the training is over, and complete or broken off by another error
+                _log.warning("memfit: %s", refusal)
         elif self._by is not None:
             self._by.__exit__(None, None, None)

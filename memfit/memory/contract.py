@@ -238,20 +238,25 @@ class Contract:
             return Aim(self.aim_bytes(standing) - self.margin_bytes, is_larger=True)
         return Held(spare_bytes)
 
-    def refusal(self, refused: Refused, what: str, instead: str = "") -> BudgetNotHeldError:
+    def refusal(
+        self, refused: Refused, what: str, instead: str = "", *, holding_bytes: int | None = 0
+    ) -> BudgetNotHeldError:
         """Return the error of a window that no plan keeps within the budget.
 
         Args:
             refused: the verdict.
             what: the plan does, as a clause: `every block is recomputed`.
-            instead: another door that may hold it, as a clause: `train in eager mode`.
+            instead: another door that may hold it, as a clause: `try eager mode`.
+            holding_bytes: the most that any step took whose plan takes the least; None if none was seen as a whole.
         """
+        raised = "Make"
+        if holding_bytes is not None:
+            raised = f"Raise the budget to {max(refused.needed_bytes, holding_bytes)} bytes for steps like this, make"
         return BudgetNotHeldError(
             f"a step took {format_bytes(refused.needed_bytes)} ({refused.needed_bytes} bytes), "
             f"{format_bytes(refused.over_bytes)} ({refused.over_bytes} bytes) more than its budget of "
-            f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. Raise the budget to "
-            f"{refused.needed_bytes} bytes, make the batch smaller, {instead and instead + ', '}or give "
-            "budget_is='soft' to go on with a warning",
+            f"{format_bytes(self.budget_bytes)}, and {what}; the step is complete. {raised} the batch "
+            f"smaller, {instead and instead + ', '}or give budget_is='soft' to go on with a warning",
             over_bytes=refused.over_bytes,
         )
 

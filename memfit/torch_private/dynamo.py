@@ -199,7 +199,7 @@ _SOUND = {
 }
 
 
-def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], None]) -> None:
+def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], Callable[[], Callable[[], None]]]) -> None:
     """Let Dynamo compile for a backend as memfit needs it, from now on, and for others as before.
 
     It captures `module.compile()` where all code of the module is torch's, as in `nn.Sequential`. It looks at the hooks
@@ -208,7 +208,8 @@ def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], None]
 
     Args:
         backend: as torch.compile takes it.
-        asked: called with what is compiled, for each `torch.compile` of this backend.
+        asked: called with what is compiled, for each `torch.compile` of this backend; returns what is called before
+            each call of it, which returns what is called after that.
     """
     import torch._dynamo  # takes seconds to import
     from torch._dynamo.eval_frame import OptimizeContext, innermost_backend
@@ -219,11 +220,10 @@ def compile_soundly(backend: Callable[..., Any], asked: Callable[[object], None]
         given = innermost_backend(context.callback)
         if getattr(given, "compiler_fn", given) is not backend:
             return compiled(context, function)
-        if not hasattr(given, "is_seen_by_memfit"):  # what is compiled once is called by a context several times
-            given.is_seen_by_memfit = True
-            asked(function)
+        if not hasattr(given, "watched_by_memfit"):  # what is compiled once is called by a context several times
+            given.watched_by_memfit = asked(function)
         if sound not in context.enter_exit_hooks:  # of each call of what is compiled
-            context.enter_exit_hooks.append(sound)
+            context.enter_exit_hooks += [sound, given.watched_by_memfit]
         with torch._dynamo.config.patch(wrap_top_frame=True):
             made = compiled(context, function)
         vars(made)[_SOUNDLY] = True
