@@ -359,6 +359,28 @@ def test_a_layer_that_is_added_to_a_model_is_held_with_it(running: Running) -> N
     assert "_Block" not in [each.name for each in running.end()]
 
 
+def test_layers_of_a_model_that_are_called_in_a_row_are_no_model(running: Running) -> None:
+    """Memfit calls pieces of a sequence of single layers, and code may make a sequence in each call."""
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[each for _ in range(4) for each in (nn.Linear(16, 16), nn.Tanh())])
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.Sequential(self.first, nn.ReLU(), self.second)(self.layers(x))
+
+    model = Rows()
+    bare = _train(copy.deepcopy(model))
+    running.end()
+    again = Running("20MiB")
+    again.begin()
+    held = _train(model)
+    assert _by(again.end()) == [("Rows", False, "")]
+    assert _equal(bare, held)
+
+
 def test_parameters_that_are_computed_from_others_are_no_models(running: Running) -> None:
     model = _Model()
     for block in model.blocks:

@@ -174,10 +174,15 @@ class Running:
         if module in self._known or torch.jit.is_tracing() or has_modes():
             return False
         is_read = isinstance(module, ParametrizationList)  # of a parameter that is computed from others
-        if is_read or any(each is module for root in self._roots for each in root.modules()):  # or a new layer
+        if is_read or self._is_of_root(module):
             self._known.update(module.modules())
             return False
         return any(each.requires_grad and each.device.type != "meta" for each in module.parameters())
+
+    def _is_of_root(self, module: torch.nn.Module) -> bool:
+        """Return whether a module is a layer of a model, or is made of its layers: by memfit, or as `forward` runs."""
+        own = {id(each) for root in self._roots for each in (*root.modules(), *root.parameters())}
+        return id(module) in own or (bool(own) and own.issuperset(map(id, module.parameters())))
 
     def _is_evaluated_before(self, module: torch.nn.Module) -> bool:
         """Return whether a call without gradients begins before anything was trained."""
