@@ -54,6 +54,7 @@ class Pages:
     def close(self) -> None:
         """End the measurement of the last pass; warn if it took more than the budget."""
         self._tell(self._usage())
+        self._contents.return_unused = lambda _need_bytes: None  # which refers to this object
 
     def _usage(self) -> Usage:
         usage = self._window.close()
