@@ -40,6 +40,7 @@ class Contents:
         calls, made_again: how many calls the loop made, and how many were recomputed.
         freed_within_bytes: while calls ran.
         on_freed: called with the bytes that were freed each time while a call ran.
+        return_unused: called with the bytes that a call needs for which nothing more can be freed.
         releasing: what of them goes first, and how.
         reserve_bytes: of the budget, for the mode's own numbers.
         stranded_bytes: of the budget, that no call can use.
@@ -76,6 +77,7 @@ class Contents:
         self.calls = self.made_again = self.freed_within_bytes = 0
         self._is_forgotten = True
         self.on_freed: Callable[[int], None] = lambda _bytes: None
+        self.return_unused: Callable[[int], None] = lambda _need_bytes: None
         self.is_busy = False
         self.running: tuple[Any, Any, Any] | None = NO_CALL
         self.refusal: BaseException | None = None
@@ -238,6 +240,7 @@ class Contents:
                 return
         used_bytes = self.upper_bytes + self.reserve_bytes
         if used_bytes + need_bytes <= self._given_bytes - self.stranded_bytes:  # what else is unused may be of use
+            self.return_unused(need_bytes)
             return
         raise OverBudgetError(
             f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(used_bytes)} of the "

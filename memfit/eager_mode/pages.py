@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memfit.eager_mode.contents import Contents
 from memfit.eager_mode.needs import Needs
-from memfit.memory.contract import Aim, Contract, Standing, Usage
-from memfit.system.recorder import empty_cache, page_bytes, record
+from memfit.memory.contract import Aim, Contract, Standing, Usage, Warnings
+from memfit.system.recorder import empty_cache, held_bytes, page_bytes, record
 from memfit.torch_private.cuda import LastStream
 
 _UNUSED_BLOCKS = 2  # of the largest size, which the allocator may leave unused beyond what a pass has shown
@@ -28,6 +28,8 @@ class Pages:
         self._last_stream = LastStream(needs.device)
         self._contract = Contract(given_bytes, page_bytes=page_bytes(needs.device))
         self._standing = Standing(expected_error_bytes=int(_UNUSED_SHARE * given_bytes), is_most=not may_grow)
+        self._warnings = Warnings()
+        contents.return_unused = self._return_unused
         self._aim(self._contract.aim_bytes(self._standing))
 
     def _aim(self, aim_bytes: int) -> None:
@@ -40,18 +42,33 @@ class Pages:
         self._last_stream.follow(follows_thread=False)
         self._aim(self._aim_bytes)
 
+    def _return_unused(self, need_bytes: int) -> None:
+        """Return what passes have left unused to the device, before a call for which nothing more can be freed."""
+        if held_bytes(self._needs.device) + need_bytes > self._contract.budget_bytes:
+            empty_cache(self._needs.device)
+
     def open(self) -> None:
         """Begin to measure a pass."""
         self._window = record(self._needs.device).begin()
 
-    def close(self) -> Usage:
-        """End the measurement, and return what the pass took."""
+    def close(self) -> None:
+        """End the measurement of the last pass; warn if it took more than the budget."""
+        self._tell(self._usage())
+        self._contents.return_unused = lambda _need_bytes: None  # which refers to this object
+
+    def _usage(self) -> Usage:
         usage = self._window.close()
         return Usage(taken_bytes=usage.most_taken_bytes, live_bytes=usage.most_live_bytes)
 
+    def _tell(self, usage: Usage) -> None:
+        if usage.taken_bytes > self._contract.budget_bytes:
+            self._warnings.warn(self._contract.over_text(usage), "over")
+
     def judge(self) -> None:
         """Aim at what the pass that ends has shown, and begin to measure the next one."""
-        verdict = self._contract.judge(self._standing, self.close(), self._aim_bytes)
+        usage = self._usage()
+        self._tell(usage)
+        verdict = self._contract.judge(self._standing, usage, self._aim_bytes)
         if isinstance(verdict, Aim) and (verdict.aim_bytes > self._aim_bytes) == verdict.is_larger:
             if verdict.is_larger:  # what is unused does not grow evenly: by some blocks at once
                 more_bytes = verdict.aim_bytes - self._aim_bytes - _UNUSED_BLOCKS * self._needs.largest_bytes

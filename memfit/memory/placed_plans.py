@@ -154,7 +154,7 @@ def plan_within(make: Make, settings: Settings, taken: Callable[[Plan], int]) ->
 
     placed = fit_by(within, sizes_of, budget_bytes, most_plans=MOST_PLANS)
     if not placed.fits:
-        why = "torch's allocator leaves blocks unused that nothing fits into; an arena (arena=True) wastes less"
+        why = "torch's allocator leaves blocks unused that nothing fits into; memfit.fit with arena=True wastes less"
         if settings.arena:
             why = "the layout has gaps, or torch's allocator leaves blocks beside it unused"
         _log.warning(
