@@ -300,7 +300,7 @@ CHILDREN: tuple[Child, ...] = (
         _CHEN_WAYS,
         optimizer={"sgd": True},
         turns=4,
-        smaller={"layers": 101, "batch": 64},
+        smaller={"layers": 152, "batch": 48},
     ),
     _compared("dqn-resnet50", {14: ""}, 15, "resnet50", {"batch": 128}, _DQN_WAYS, turns=4, smaller={"batch": 16}),
     _compared("feng-vgg16", {14: ""}, 10, "vgg16", {"batch": 64}, _FENG_WAYS, turns=4, smaller={"batch": 32}),

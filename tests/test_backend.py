@@ -167,15 +167,18 @@ def test_a_model_of_which_only_a_constant_is_compiled_is_refused_at_its_first_up
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_what_is_set_aside_for_the_optimizer_is_not_set_aside_again_for_a_later_graph() -> None:
+@pytest.mark.parametrize("frozen", [(False, False, True), (True, True, False)])
+def test_what_is_set_aside_for_the_optimizer_is_not_set_aside_again_for_a_later_graph(frozen: Any) -> None:
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 4))
     state_bytes = 2 * sum(each.nbytes for each in model.parameters())
     options = {"budget": bytes_now(torch.device("cpu")) + state_bytes + (9 << 20), "reserve": state_bytes}
     planned = torch.compile(model, backend="memfit", options=options)
     optimizer = torch.optim.Adam(model.parameters())
-    for is_frozen in (False, False, True):
+    for is_frozen in frozen:
         model[2].requires_grad_(not is_frozen)  # another graph
-        planned(torch.randn(64, 1024)).square().mean().backward()
+        with record("cpu") as seen:
+            planned(torch.randn(64, 1024)).square().mean().backward()
+        assert seen.start_bytes + seen.peak_bytes <= options["budget"]
         optimizer.step()
         optimizer.zero_grad()
 

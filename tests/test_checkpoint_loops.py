@@ -905,7 +905,9 @@ def test_a_refusal_beside_another_handle_names_the_call_that_holds_both() -> Non
     run(encoder_and_decoder, budget, is_in_one_call=True)
 
 
-@pytest.mark.parametrize(("models", "error"), [([], "model is a list"), ([torch.nn.Linear(2, 2), 3], "model is a int")])
+@pytest.mark.parametrize(
+    ("models", "error"), [([], "the list of models is empty"), ([torch.nn.Linear(2, 2), 3], "model is a int")]
+)
 def test_a_list_of_models_holds_modules(models: list[Any], error: str) -> None:
     with pytest.raises(MemfitError, match=error):
         memfit.checkpoint(models, "1GiB")

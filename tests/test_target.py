@@ -303,11 +303,6 @@ def test_each_door_says_that_what_it_is_given_is_no_model(door: str) -> None:
         call("model.pt", budget="1GiB")
 
 
-def test_no_models_in_a_list_are_refused_as_such() -> None:
-    with pytest.raises(InvalidTargetError, match="the list of models is empty"):
-        memfit.checkpoint([], "1GiB")
-
-
 @pytest.mark.parametrize("door", ["checkpoint", "compile", "eager"])
 def test_a_model_without_memory_is_refused_with_the_place_of_the_line(door: str) -> None:
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 2) for _ in range(3)]).to("meta")

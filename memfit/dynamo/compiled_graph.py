@@ -328,8 +328,8 @@ class CompiledGraph:
             if found_bytes is None or (found_bytes > left_bytes and not may_fit):
                 whole = self.budget_bytes, self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
                 assumed_bytes = self.outside.between_bytes if self.before is None else 0
-                is_alone = not self.share.is_of_several
-                raise of_whole_budget(error, *whole, is_alone=is_alone, assumed_bytes=assumed_bytes) from error
+                given: Any = {"is_alone": not self.share.is_of_several, "assumed_bytes": assumed_bytes}
+                raise of_whole_budget(error, *whole, self.device, **given) from error
             self._least_bytes, self.is_least = found_bytes, True
             return make()
 
@@ -355,8 +355,9 @@ class CompiledGraph:
         if self.before is not None:
             return 0
         trained = [t for t in self.inputs if isinstance(t, torch.nn.Parameter) and t.requires_grad]
-        if self.graph.options.reserve_bytes is not None:
-            return 0 if have_state(trained) else self.graph.options.reserve_bytes
+        told = self.graph.options.reserve_bytes
+        if told is not None:
+            return min(told, state_to_come(trained, self.device)[0]) if have_state(trained) else told
         reserved, assumed = state_to_come(trained, self.device)
         if assumed:
             self.graph.warnings.warn(

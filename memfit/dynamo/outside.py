@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.graph import Graph
@@ -18,6 +19,7 @@ from memfit.schedule import Code
 from memfit.simulate.simulator import simulate
 from memfit.step.prepare import Prepared
 from memfit.system.budget import format_bytes
+from memfit.system.recorder import page_bytes
 
 HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _MOST_PLANS = 4
@@ -161,6 +163,7 @@ def of_whole_budget(
     budget_bytes: int,
     beside_bytes: int,
     reserved_bytes: int,
+    device: torch.device,
     *,
     is_alone: bool,
     assumed_bytes: int,
@@ -172,6 +175,7 @@ def of_whole_budget(
         budget_bytes: the whole.
         beside_bytes: of it, beside the graph.
         reserved_bytes: of it, set aside for the optimizer.
+        device: of the budget.
         is_alone: whether no other call of a graph is in the step, which would keep more with a larger budget.
         assumed_bytes: that the loss takes; 0 if a step has shown it.
     """
@@ -181,8 +185,10 @@ def of_whole_budget(
         found_bytes = with_headroom(taken_bytes + found_bytes)
     reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
-    if needed and assumed_bytes:
-        needed += f", where the loss takes no more than {format_bytes(assumed_bytes)} before backward"
+    wheres = [f"the loss takes no more than {format_bytes(assumed_bytes)} before backward"] if assumed_bytes else []
+    wheres += ["PyTorch's allocator leaves nothing unused"] if page_bytes(device) else []
+    if needed and wheres:
+        needed += f", where {' and '.join(wheres)}"
     return type(error)(
         f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes)} are beside this "
         f"graph{reserved}{needed}; in what is left {error}; or try whether {OTHER_DOOR}",

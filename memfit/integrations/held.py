@@ -228,7 +228,7 @@ class HeldModel:
             self.let_go()
 
     def let_go(self) -> None:
-        """Leave the model as it was; a last step that took more than the budget is told, and no error."""
+        """Leave the model as it was. A last step that took more than the budget gives a warning."""
         model, self.model = self.model, None
         if self._counter is not None:
             self._counter.remove()
