@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from memfit.errors import EAGER_MODE, InvalidOptionError
+from memfit.capture.step_check import require_module
+from memfit.errors import EAGER_MODE, InvalidOptionError, InvalidTargetError, UnsupportedStepError
+from memfit.torch_private.modules import is_compiled
 
 Named = tuple[str, torch.nn.Module]
 NO_BLOCKS = (
@@ -18,6 +20,32 @@ NO_BLOCKS = (
 _LEAST_MEMBERS = 2
 _MOST_NAMED = 8  # in a message
 _LEAST_PIECES = 2
+
+
+def together(models: object, chunk_loss: bool | str) -> torch.nn.Module:
+    """Return the models of one loop as the parts of one, whose blocks' calls are seen.
+
+    Args:
+        models: a list of modules, or what was given in its place.
+        chunk_loss: as `memfit.checkpoint` has it.
+
+    Raises:
+        InvalidTargetError: no list of modules.
+        UnsupportedStepError: one is compiled as a whole, or the loss is to be chunked.
+    """
+    if isinstance(models, list | tuple) and not models:
+        raise InvalidTargetError(
+            "memfit.checkpoint: the list of models is empty; give the modules that the loop trains"
+        )
+    parts = list(models) if isinstance(models, list | tuple) else [models]
+    for each in parts:
+        require_module(each, "memfit.checkpoint")
+    if chunk_loss or any(map(is_compiled, parts)):
+        raise UnsupportedStepError(
+            "memfit.checkpoint: several models in one call can be neither compiled as a whole nor have chunk_loss: "
+            "compile their blocks by themselves, and leave chunk_loss out, or call memfit.checkpoint for each model"
+        )
+    return torch.nn.ModuleList(parts)
 
 
 def find_blocks(model: torch.nn.Module, patterns: Sequence[str] | None = None) -> list[Named]:

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
-from memfit.capture.step_check import refuse_first_fsdp, require_module
-from memfit.checkpointing.blocks import find_all
+from memfit.capture.placement import step_device
+from memfit.capture.step_check import refuse_first_fsdp
+from memfit.checkpointing.blocks import find_all, together
 from memfit.checkpointing.handle import Checkpointed
 from memfit.checkpointing.loop import Loop
 from memfit.checkpointing.policy import read_policy
 from memfit.chunked_loss.heads import ChunkedHead
 from memfit.cost.calibration import card_of
-from memfit.errors import InvalidDeviceError, InvalidOptionError, InvalidTargetError, UnsupportedStepError
+from memfit.errors import InvalidOptionError, UnsupportedStepError
 from memfit.memory.contract import Contract, read_firm
 from memfit.memory.hard_cap import tell_of_card
 from memfit.step.hooks import Hook
@@ -73,6 +74,7 @@ def checkpoint(
 
     Raises:
         InvalidTargetError: no module.
+        InvalidDeviceError: a model on several devices.
         InvalidBudgetError: no size.
         HostMemoryError: the host, or the disk, has no room for the host budget.
         InvalidOptionError: neither budget nor policy, or blocks that the model does not have.
@@ -83,9 +85,9 @@ def checkpoint(
     """
     if budget is None and policy is None:
         raise InvalidOptionError("give a budget, such as memfit.checkpoint(model, '20GiB'), or a policy")
-    model = model if isinstance(model, torch.nn.Module) else _together(model, chunk_loss)
+    model = model if isinstance(model, torch.nn.Module) else together(model, chunk_loss)
     refuse_first_fsdp(model.parameters(), "memfit.checkpoint")
-    device, is_firm = _device_of(model), read_firm(budget_is)
+    device, is_firm = step_device(model, (), "memfit.checkpoint"), read_firm(budget_is)
     budget = None if budget is None else on_card(budget, lambda: card_of(device))
     contract = None if budget is None else Contract(budget, page_bytes=page_bytes(device), is_firm=is_firm)
     if contract is not None and not contract.is_share:
@@ -109,28 +111,3 @@ def checkpoint(
         hooks=[] if head is None else head.hooked(Hook),
     )
     return Checkpointed(loop)
-
-
-def _together(models: Any, chunk_loss: bool | str) -> torch.nn.Module:
-    """Return the models of one loop as the parts of one, whose blocks' calls are seen."""
-    if isinstance(models, list | tuple) and not models:
-        raise InvalidTargetError(
-            "memfit.checkpoint: the list of models is empty; give the modules that the loop trains"
-        )
-    parts = list(models) if isinstance(models, list | tuple) else [models]
-    for each in parts:
-        require_module(each, "memfit.checkpoint")
-    if chunk_loss or any(map(is_compiled, parts)):
-        raise UnsupportedStepError(
-            "memfit.checkpoint: several models in one call can be neither compiled as a whole nor have chunk_loss: "
-            "compile their blocks by themselves, and leave chunk_loss out, or call memfit.checkpoint for each model"
-        )
-    return torch.nn.ModuleList(parts)
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    devices = {tensor.device: name for name, tensor in [*model.named_buffers(), *model.named_parameters()]}
-    if len(devices) != 1:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items()) or "no parameters"
-        raise InvalidDeviceError(f"memfit.checkpoint: {where}; expected a model on one device, which has the budget")
-    return next(iter(devices))
