@@ -185,7 +185,10 @@ class NoPlanError(MemfitError, RuntimeError):
     Attributes:
         least_budget_found_bytes: the least budget for which a plan was found; None if there was none.
         least_budget_bound_bytes: no plan fits a smaller budget.
+        unused_bytes: that the allocator is predicted to leave unused beside the plan for the former.
     """
+
+    unused_bytes = 0
 
     def __init__(self, message: str, *, least_budget_found_bytes: int | None, least_budget_bound_bytes: int) -> None:
         super().__init__(message)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.dynamo.optimizers import Optimizers
-from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs, with_headroom
+from memfit.dynamo.outside import OTHER_DOOR, OutsideOfGraphs, holding_budget
 from memfit.dynamo.window import LossWindows, Mark, Window, apart, paused
 from memfit.errors import InfeasibleBudgetError, OverBudgetError
 from memfit.memory.contract import (
@@ -64,6 +64,7 @@ class Account:
 
     Attributes:
         contract: the budget.
+        unused_share: of the budget that torch's allocator is assumed to hold unused, before a step has shown it.
         standing: what steps have shown of it.
         optimizers: whose updates are measured.
         losses: what runs between the halves of graphs.
@@ -78,13 +79,14 @@ class Account:
 
     def __init__(self, budget_bytes: int, device: torch.device, budget_is: str = FIRM) -> None:
         self.device = device
+        self.unused_share = _unused_share(device)
         self.contract = Contract(
             budget_bytes,
             page_bytes=page_bytes(device),
             is_firm=budget_is == FIRM,
             most_corrections=MOST_CORRECTIONS,
         )
-        self.standing = Standing(expected_error_bytes=_unused_bytes(budget_bytes, device))
+        self.standing = Standing(expected_error_bytes=int(self.unused_share * budget_bytes))
         self._warnings = Warnings()
         self._last_stream = LastStream(device)
         self._updates = 0  # since the last verdict that changed plans
@@ -138,6 +140,7 @@ class Account:
         if taken:
             self._evaluations.end(self._live_bytes)  # with what the loop made of them
         if self.is_judging and (self._live_bytes > self.budget_bytes or taken > max(self.budget_bytes, self._left())):
+            self._returns_cache = self._returns_cache or self._live_bytes <= self.budget_bytes
             self._warnings.warn(self.contract.between_text(self._live_bytes, taken), "between", most=1)
             self._evaluations.more_bytes = self.budget_bytes  # no later one begins beside what a step has left
         self._follow_stream()
@@ -163,7 +166,7 @@ class Account:
         knew_others = self._last_stream.stranded_bytes > 0
         self._last_stream.follow()
         if self._last_stream.stranded_bytes and not knew_others:
-            self.excess_bytes += _unused_bytes(self.budget_bytes, self.device)
+            self.excess_bytes += int(self.unused_share * self.budget_bytes)
 
     def count(self, room_bytes: int, *, is_least: bool) -> None:
         """Count a call of a graph in the present step.
@@ -270,7 +273,8 @@ class Account:
         self.losses.drop()
         taken = self._close()
         self._left_bytes = held_bytes(self.device) - self._others_bytes
-        if self._returns_cache or (self.device.type == "cuda" and self.optimizers.bytes_to_come()):
+        is_first = self.standing.windows == 0 or self.optimizers.bytes_to_come() > 0
+        if self._returns_cache or (self.device.type == "cuda" and is_first):
             empty_cache(self.device)  # what is left there may not be of use to the update
         self._held_before_update_bytes = held_bytes(self.device)
         self._watch()
@@ -330,7 +334,9 @@ class Account:
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
             what = "no plan of a graph takes less" if self.standing.is_least else what
             is_known = self.standing.is_least and self.ran - self._ran_before == 1
-            holding_bytes = with_headroom(taken_bytes) if is_known else None
+            apart_bytes = max(0, taken_bytes - self._live_bytes)
+            needed_bytes = taken_bytes - apart_bytes + self.optimizers.all_bytes_to_come()
+            holding_bytes = holding_budget(needed_bytes, apart_bytes, self.unused_share) if is_known else None
             refusal = self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}", holding_bytes=holding_bytes)
             self.contract.refuse(refusal)
         elif isinstance(verdict, Aim):
@@ -374,12 +380,11 @@ class Account:
         return self._uncounted.live_bytes() + max(window.live_bytes, window.held_bytes - self._others_bytes)
 
 
-def _unused_bytes(budget_bytes: int, device: torch.device) -> int:
+def _unused_share(device: torch.device) -> float:
     """Return what torch's allocator is assumed to hold unused, having let its segments grow if they can."""
     if device.type != "cuda":
-        return 0
-    share = _UNUSED_SHARE if prepare_allocator(device) else _UNUSED_SHARE_IN_SEGMENTS
-    return int(share * budget_bytes)
+        return 0.0
+    return _UNUSED_SHARE if prepare_allocator(device) else _UNUSED_SHARE_IN_SEGMENTS
 
 
 def _all_measuring() -> list[Account]:

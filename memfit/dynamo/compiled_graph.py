@@ -326,10 +326,10 @@ class CompiledGraph:
             found_bytes, left_bytes = error.least_budget_found_bytes, self._unshared_bytes + self.bytes_exceeded
             may_fit = self.account.losses.are_awaited or self._is_outside_estimated
             if found_bytes is None or (found_bytes > left_bytes and not may_fit):
-                whole = self.budget_bytes, self.bytes_beside + self.bytes_exceeded, self.bytes_reserved
+                whole = self.budget_bytes, self.bytes_beside, self.bytes_reserved, self.bytes_exceeded
                 assumed_bytes = self.outside.between_bytes if self.before is None else 0
                 given: Any = {"is_alone": not self.share.is_of_several, "assumed_bytes": assumed_bytes}
-                raise of_whole_budget(error, *whole, self.device, **given) from error
+                raise of_whole_budget(error, *whole, self.account.unused_share, **given) from error
             self._least_bytes, self.is_least = found_bytes, True
             return make()
 

@@ -77,6 +77,10 @@ class Optimizers:
         """Return the bytes of the state that the optimizers have yet to make."""
         return sum(sum(_bytes_to_come(optimizer, self._device).values()) for optimizer in self.followed)
 
+    def all_bytes_to_come(self) -> int:
+        """Return the same of these optimizers and of all others of the process."""
+        return sum(sum(_bytes_to_come(optimizer, self._device).values()) for optimizer in alive_optimizers())
+
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: Any) -> Any:
         return before_update(lambda: self._require_calls(optimizer), given, named)
 

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from memfit.errors import InfeasibleBudgetError, NoPlanError
 from memfit.graph import Graph
 from memfit.memory.fit_by import Sizes, fit_by
+from memfit.memory.placed_plans import allocator_settings, taken_bytes
 from memfit.plan import Plan
 from memfit.schedule import Code
 from memfit.simulate.simulator import simulate
 from memfit.step.prepare import Prepared
 from memfit.system.budget import format_bytes
-from memfit.system.recorder import page_bytes
 
 HEADROOM = 0.005  # of the budget: logged losses and the like, which come and go between steps
 _MOST_PLANS = 4
@@ -137,8 +136,13 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     except NoPlanError as error:
         found_bytes, error.least_budget_found_bytes = error.least_budget_found_bytes, None
         if found_bytes is not None:
-            with suppress(NoPlanError):  # what that plan takes with its outside
-                error.least_budget_found_bytes = max(found_bytes, sizes_of(make(found_bytes)).taken_bytes)
+            with suppress(NoPlanError):  # what that plan takes with its outside, and as its bytes are placed
+                least = make(found_bytes)
+                error.least_budget_found_bytes = max(found_bytes, sizes_of(least).taken_bytes)
+                allocator = allocator_settings(least.captured.binding.device)
+                if allocator is not None:
+                    placed_bytes = taken_bytes(least.plan, None, allocator)
+                    error.unused_bytes = max(0, placed_bytes - least.plan.predicted.peak_bytes)
         raise
     if fitted.fits or is_least:
         return fitted.made
@@ -150,9 +154,16 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     )
 
 
-def with_headroom(taken_bytes: int) -> int:
-    """Return the budget of which plans may take so many bytes."""
-    return math.ceil(taken_bytes / (1 - HEADROOM)) + 1
+def holding_budget(taken_bytes: int, excess_bytes: int = 0, unused_share: float = 0.0) -> int:
+    """Return the budget of which plans may take so many bytes, now and in a process that starts with it.
+
+    Args:
+        taken_bytes: by plans.
+        excess_bytes: that steps took beyond them.
+        unused_share: of the budget that is set aside until a step has shown what the allocator leaves unused.
+    """
+    least_bytes = (taken_bytes + excess_bytes) / (1 - HEADROOM), taken_bytes / (1 - HEADROOM - unused_share)
+    return math.ceil(max(least_bytes)) + 2
 
 
 OTHER_DOOR = 'memfit.checkpoint (door="checkpoint" of a callback) holds it'
@@ -163,7 +174,8 @@ def of_whole_budget(
     budget_bytes: int,
     beside_bytes: int,
     reserved_bytes: int,
-    device: torch.device,
+    excess_bytes: int,
+    unused_share: float,
     *,
     is_alone: bool,
     assumed_bytes: int,
@@ -175,23 +187,23 @@ def of_whole_budget(
         budget_bytes: the whole.
         beside_bytes: of it, beside the graph.
         reserved_bytes: of it, set aside for the optimizer.
-        device: of the budget.
+        excess_bytes, unused_share: beside the plans, as for `holding_budget`.
         is_alone: whether no other call of a graph is in the step, which would keep more with a larger budget.
         assumed_bytes: that the loss takes; 0 if a step has shown it.
     """
     taken_bytes = beside_bytes + reserved_bytes
     found_bytes = error.least_budget_found_bytes if is_alone else None
     if found_bytes is not None:
-        found_bytes = with_headroom(taken_bytes + found_bytes)
+        found_bytes = holding_budget(taken_bytes + found_bytes, max(excess_bytes, error.unused_bytes), unused_share)
     reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
     wheres = [f"the loss takes no more than {format_bytes(assumed_bytes)} before backward"] if assumed_bytes else []
-    wheres += ["PyTorch's allocator leaves nothing unused"] if page_bytes(device) else []
+    wheres += ["PyTorch's allocator leaves no more unused than is predicted"] if unused_share else []
     if needed and wheres:
         needed += f", where {' and '.join(wheres)}"
     return type(error)(
-        f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes)} are beside this "
+        f"of the budget of {format_bytes(budget_bytes)}, {format_bytes(beside_bytes + excess_bytes)} are beside this "
         f"graph{reserved}{needed}; in what is left {error}; or try whether {OTHER_DOOR}",
         least_budget_found_bytes=found_bytes,
-        least_budget_bound_bytes=error.least_budget_bound_bytes + (taken_bytes if is_alone else 0),
+        least_budget_bound_bytes=error.least_budget_bound_bytes + (taken_bytes + excess_bytes if is_alone else 0),
     )

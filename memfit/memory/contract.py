@@ -285,13 +285,13 @@ class Contract:
         """
         where = "in an update, an average of the weights, an evaluation outside of the model"
         budget = f"more than the budget of {format_bytes(self.budget_bytes)}"
+        live = f"{format_bytes(live_bytes)} were live"
         if live_bytes > self.budget_bytes:
-            took = f"{format_bytes(live_bytes)} were live"
-        else:
-            took = (
-                f"PyTorch's allocator held {format_bytes(taken_bytes)}, of which {format_bytes(live_bytes)} were live"
-            )
-        return f"between two steps {took}, {budget}: {where}; no plan of forward and backward changes that"
+            return f"between two steps {live}, {budget}: {where}; no plan of forward and backward changes that"
+        return (
+            f"between two steps PyTorch's allocator held {format_bytes(taken_bytes)}, of which {live}, {budget}: "
+            f"{where}; from now on what is unused is returned to the device after each backward pass, which takes time"
+        )
 
     def measuring_text(self, taken_bytes: int) -> str:
         """Return what to say where measuring the ops of a new graph took more than the budget.
