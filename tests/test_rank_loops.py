@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # the scripts import one another as scripts do
 
 import rank_loops
-from _rank_cases import CASES, OWN, Case
+from _rank_cases import CASES, OWN
 
 FAST = [
     "DDP | own | all | checkpoint",
@@ -34,6 +34,7 @@ OTHER_SUMS = {  # on four ranks, in the last bits, by what is said there, too
     "DDP, compiled inside | own | plain | checkpoint",
     "DDP, compiled outside | own | plain | checkpoint",
 }
+TOGETHER = 5  # cases that run in one test, so that each fifth of the slow tests has some
 LIBRARIES = {"Accelerate": "accelerate", "Lightning": "pytorch_lightning", "Trainer": "transformers", "TRL": "trl"}
 
 
@@ -68,24 +69,26 @@ def test_loops_of_ones_own_on_two_ranks_keep_their_bits_and_budgets() -> None:
     assert _failed(_numbers(FAST), 2) == {}
 
 
-def _groups() -> list[tuple[int, str, str, str]]:
-    return sorted(
-        {(count, case.loop, case.wrapper.partition(",")[0], case.door) for case in CASES for count in case.ranks}
-    )
+def _groups() -> dict[str, tuple[int, str, list[int]]]:
+    """Return the cases that run together, by a name: ranks, the loop, and the numbers of a few cases of one door."""
+    found: dict[tuple[int, str, str, str], list[int]] = {}
+    for number, case in enumerate(CASES):
+        for count in case.ranks if case.name not in BROKEN else ():
+            found.setdefault((count, case.loop, case.wrapper.partition(",")[0], case.door), []).append(number)
+    parts = ((group, part) for group, numbers in found.items() for part in enumerate(batched(numbers, TOGETHER)))
+    return {"-".join(map(str, (*group, n))): (group[0], group[1], numbers) for group, (n, numbers) in parts}
+
+
+def batched(numbers: list[int], most: int) -> list[list[int]]:
+    return [numbers[first : first + most] for first in range(0, len(numbers), most)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "loop", "wrapper", "door"), _groups())
-def test_each_wrapper_in_each_loop_with_each_habit(count: int, loop: str, wrapper: str, door: str) -> None:
+@pytest.mark.parametrize(("count", "loop", "numbers"), _groups().values(), ids=_groups())
+def test_each_wrapper_in_each_loop_with_each_habit(count: int, loop: str, numbers: list[int]) -> None:
     if loop in LIBRARIES and not (find_spec(LIBRARIES[loop]) and find_spec("peft")):
         pytest.skip(f"{loop} is not installed")
-
-    def is_wanted(case: Case) -> bool:
-        is_wrapped_so = case.wrapper.partition(",")[0] == wrapper
-        is_asked = count in case.ranks and case.loop == loop and is_wrapped_so and case.door == door
-        return is_asked and case.name not in BROKEN
-
-    assert _failed([number for number, case in enumerate(CASES) if is_wanted(case)], count) == {}
+    assert _failed(numbers, count) == {}
 
 
 def test_there_are_enough_cases_each_with_a_name_of_its_own() -> None:
