@@ -498,20 +498,6 @@ def test_what_version_counters_do_not_show(kind: Any, set_before: Any, set_after
     require_same(between(set_before, set_after, kind), 0.8)
 
 
-def test_a_block_that_writes_to_its_parameters_is_refused_by_name() -> None:
-    class Decays(Mlp):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.a.weight.data.mul_(0.99)
-            return super().forward(x)
-
-    model = net(lambda: Decays(64))
-    with (
-        memfit.checkpoint(model, "64MiB"),
-        pytest.raises(UnsupportedStepError, match=r"'layers.0' writes to its param"),
-    ):
-        model(rows(0)[0])
-
-
 def test_arguments_by_names_that_checkpoints_have_reach_the_block() -> None:
     class Named(Mlp):
         def forward(self, x: torch.Tensor, *, early_stop: float = 0.0, debug: bool = False) -> torch.Tensor:

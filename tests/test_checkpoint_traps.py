@@ -112,7 +112,36 @@ class CountsInside(Mlp):
         return super().forward(self.inside(x))
 
 
-@pytest.mark.parametrize("block", [TwoDropouts, Counts, CountsInside, ReadsBeforeWrite, Branches])
+class Initialises(Mlp):
+    """Sets its scale and shift by the first batch that it sees, as ActNorm does; the shift has memory beside others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = torch.nn.Parameter(torch.ones(width))
+        self.shift = torch.nn.Parameter(torch.zeros(9, width)[3])
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std(0) + 0.1))
+                self.shift.data.sub_(x.mean(0))
+                self.is_set.fill_(True)
+        return super().forward((x + self.shift) * self.scale)
+
+
+class LimitsNorms(Mlp):
+    """Limits the norms of its weights before it uses them: one is given other memory, as in EEGNet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.weight.data = torch.renorm(self.a.weight.data, 2, 0, 0.5)
+        self.b.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "block", [TwoDropouts, Counts, CountsInside, ReadsBeforeWrite, Branches, Initialises, LimitsNorms]
+)
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.0])
 def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None:
     same_as_bare(net(lambda: block(64)), share=share or 1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -274,6 +275,19 @@ def test_over_the_budget_names_the_call_and_the_line() -> None:
         pytest.raises(OverBudgetError, match=r"of the budget of 4 KiB are taken .*, 8 KiB by memfit; give more"),
     ):
         mlp_loss(model, 0)
+
+
+def test_the_budget_that_is_named_has_room_for_the_call() -> None:
+    model = torch.nn.Linear(64, 1024)
+    rows = torch.randn(256, 64)
+    budget = bytes_of_tensors(CPU) + (1 << 19)
+    with pytest.raises(OverBudgetError) as refusal, memfit.eager(model, budget=budget):
+        model(rows)
+    named = re.search(r"this call needs a budget of (\d+) bytes", str(refusal.value))
+    assert named is not None
+    with memfit.eager(model, budget=int(named[1])) as steps:
+        model(rows)
+    assert budget < steps.report().peak_bytes <= int(named[1])
 
 
 def test_bad_arguments() -> None:

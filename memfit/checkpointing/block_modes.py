@@ -37,6 +37,7 @@ class BlockMode(UnwrappedMode):
             batch normalization up to date.
         wrote: keys of all storages that operators write to, or may write to in other passes.
         calls_compiled: whether compiled code was called, whose operators are not seen.
+        before_write: called with the keys of the model's own storages that an operator is about to write to.
 
     Args:
         recorder: of the pass.
@@ -59,6 +60,7 @@ class BlockMode(UnwrappedMode):
         self._moment = 0
         self._hooks: Any = None
         self.calls_compiled = False
+        self.before_write: Callable[[set[int]], None] = _nothing
 
     def __enter__(self) -> BlockMode:
         pack, unpack = default_saved_hooks() or (detached, _same)  # the checkpoint's own
@@ -156,6 +158,7 @@ class BlockMode(UnwrappedMode):
         written = self._written(func, args, kwargs)
         running, is_training = _running(func, args, kwargs)
         self.wrote |= written | running
+        self.before_write(written & self._recorder.own)
         updated = running if is_training else set[int]()
         self.read |= (given - updated) & self._recorder.own
         moment = self._tick()
@@ -320,6 +323,10 @@ def _running(func: Any, args: Any, kwargs: Any) -> tuple[set[int], bool]:
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     keys = {key_of(each) for name, each in given.items() if name.startswith("running_") and each is not None}
     return keys, bool(given.get("training", given.get("train", True)))
+
+
+def _nothing(_: Any) -> None:
+    pass
 
 
 def _same(value: Any) -> Any:

@@ -5,8 +5,7 @@ The first forward pass may change it, and so may the loop, until backward comput
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +13,18 @@ from weakref import WeakSet
 
 import torch
 
-from memfit.capture.copies import ATOMS, MISSING, is_same
+from memfit.capture.copies import ATOMS
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.reached import OR_EAGER_MODE, FoundInValues, Reach, is_exchanged, may_change, needs_a_look
+from memfit.checkpointing.block_modes import key_of
+from memfit.checkpointing.reached import OR_EAGER_MODE, FoundInValues, Reach, may_change, needs_a_look
+from memfit.checkpointing.tables import of_tables
 from memfit.errors import UnsupportedStepError
 from memfit.memory.bits import as_integers
 from memfit.memory.place import Place
-from memfit.memory.python_places import PythonPlace
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
 from memfit.torch_private.sharding import is_sharded
-from memfit.torch_private.tensors import is_freed, is_plain_dense, storage_key, tensors_in
+from memfit.torch_private.tensors import is_freed, is_plain_dense, tensors_in
 
 _SMALL_NUMEL = 256  # a buffer of so many elements that is copied although it was not seen to be written to
 _LARGE_BYTES = 1 << 16  # a buffer whose copy is not kept unless the forward pass writes to it
@@ -41,15 +41,17 @@ def is_awaited(parameter: torch.Tensor) -> bool:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A tensor without a gradient in a table, as it was.
+    """A tensor without a gradient in a table, or a parameter that the block writes to, as it was.
 
     Attributes:
         tensor: itself.
         table, key: where it is.
         version: the number of writes to it.
         copy: None if none was made.
-        storage: the key of its storage; 0 if it has none of its own.
+        memory: the key of its storage.
+        storage: the same; 0 if it is a small part of it.
         is_statistic: whether it is one of batch normalization's.
+        needs_gradient: whether it is a parameter that needs one.
     """
 
     tensor: torch.Tensor
@@ -57,13 +59,29 @@ class _Buffer:
     key: str
     version: int
     copy: torch.Tensor | None
+    memory: int
     storage: int
-    is_statistic: bool = False
+    is_statistic: bool
+    needs_gradient: bool
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to since."""
-        return self.tensor._version != self.version
+        """Whether it was written to, or was given other memory, since."""
+        return self.tensor._version != self.version or key_of(self.tensor) != self.memory
+
+    def again(self, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """Return a tensor for the second forward pass, which may write to it.
+
+        Args:
+            storages: by key, of those that are there by now; those of tensors that share memory do so.
+        """
+        assert self.copy is not None
+        if not self.storage:
+            tensor = self.copy.clone()
+        else:
+            storages.setdefault(self.storage, self.copy.untyped_storage().clone())
+            tensor = Place.of(self.copy).on(storages[self.storage])
+        return torch.nn.Parameter(tensor, self.needs_gradient) if type(self.tensor) is torch.nn.Parameter else tensor
 
 
 class CallSnapshot:
@@ -81,12 +99,13 @@ class CallSnapshot:
         self._reach, self._copies_all = reach, copies_all
         self._ambient = Ambient()
         reach.free_replaced()
-        self._held = Snapshot([_of_tables(reach.tables)])
+        self._held = Snapshot([of_tables(reach.tables)])
         ((_, self._own),) = self._held.held
         self._parameters: list[tuple[torch.Tensor, int, bool, int]] = []  # with version, needs grad, storage
         self._buffers: list[_Buffer] = []
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._before: dict[int, torch.Tensor] = {}  # parameters by their ids, on the memory that they had
         self._frozen = [(count, count._version) for count in reach.frozen_counts()]
         self._statistics = reach.statistics.copy()
         new = [(f"argument {key} of {reach.name}", value) for key, value in (*enumerate(args), *kwargs.items())]
@@ -119,9 +138,11 @@ class CallSnapshot:
                 kind = type(value)
                 if kind in _ATOMS:
                     continue
-                if kind is torch.nn.Parameter:
-                    storage = storage_key(value) if reach.has_storages and value.layout is torch.strided else 0
+                if kind is torch.nn.Parameter and (id(table), key) not in reach.written:
+                    storage = key_of(value) if reach.has_storages else 0
                     self._parameters.append((value, value._version, value.requires_grad, storage))
+                    if self._copies_all and storage:
+                        self._before[id(value)] = value.detach()
                 elif isinstance(value, torch.Tensor):
                     self._note_tensor(table, copy, key, value)
                 elif needs_a_look(kind) and reach.is_new(id(table), key, value) and may_change(value):
@@ -133,15 +154,40 @@ class CallSnapshot:
         is_statistic = where in self._statistics
         if (is_statistic and not self._copies_all) or is_sharded(value) or value.is_inference():
             return
-        if value.requires_grad:
+        if value.requires_grad and type(value) is not torch.nn.Parameter:
             self._parameters.append((value, value._version, True, 0))
             if value.grad_fn is not None:  # the graph of an earlier step is not to be held
                 copy[key] = value.detach().requires_grad_()
             return
         is_copied = self._copies_all or where in self._reach.written or value.numel() <= _SMALL_NUMEL
-        storage = storage_key(value) if _is_most_of_its_storage(value) else 0
-        kept = self._copy(value, storage) if is_copied and not is_freed(value) else None
-        self._buffers.append(_Buffer(value, table, key, value._version, kept, storage, is_statistic))
+        was = self._before.get(id(value), value)
+        storage = key_of(was) if _is_most_of_its_storage(was) else 0
+        kept = self._copy(was, storage) if is_copied and not is_freed(was) else None
+        needs_gradient = value.requires_grad
+        self._buffers.append(
+            _Buffer(value, table, key, value._version, kept, key_of(was), storage, is_statistic, needs_gradient)
+        )
+
+    def before_write(self, storages: Set[int]) -> None:
+        """Copy the parameters that an operator of the forward pass is about to write to.
+
+        Args:
+            storages: keys of those that it writes to.
+        """
+        self._keep({id(tensor) for tensor, *_, storage in self._parameters if storage in storages})
+
+    def _keep(self, parameters: Set[int]) -> None:
+        """Copy parameters as they were, now and in later passes.
+
+        Args:
+            parameters: their ids.
+        """
+        self._parameters = [each for each in self._parameters if id(each[0]) not in parameters]
+        for number, copy in self._own.items() if parameters else ():
+            table = self._reach.tables[number]
+            for key in [key for key, value in copy.items() if id(value) in parameters]:
+                self._reach.written.add((id(table), key))
+                self._note_tensor(table, copy, key, copy[key])
 
     def _copy(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
         """Return a copy of a buffer; those of buffers that share memory do so."""
@@ -184,6 +230,8 @@ class CallSnapshot:
             Why the forward pass cannot be run again, and what to do, as a clause; empty if it can.
         """
         reach = self._reach
+        self._keep({id(tensor) for tensor, *_, storage in self._parameters if storage and key_of(tensor) != storage})
+        self._before.clear()
         for each in self._buffers:
             where = id(each.table), each.key
             if each.is_statistic and each.storage in read:
@@ -192,9 +240,9 @@ class CallSnapshot:
                 each.is_statistic = False
             if each.is_statistic:
                 each.copy = None
-            elif each.is_written or each.storage in wrote:
+            elif each.is_written or each.memory in wrote:
                 reach.written.add(where)
-            elif each.copy is not None and each.copy.nbytes > _LARGE_BYTES:
+            elif each.copy is not None and each.copy.nbytes > _LARGE_BYTES and where not in reach.written:
                 each.copy = None
                 self._digest(each.tensor)
         kept = {each.storage for each in self._buffers if each.copy is not None}
@@ -202,13 +250,6 @@ class CallSnapshot:
         for tensor, *_ in self._parameters:
             self._digest(tensor)
         self._note_draws()
-        for tensor, _, _, storage in self._parameters:
-            if storage and (storage in wrote or storage_key(tensor) != storage):
-                return (
-                    f"writes to its parameter {self._key_of(tensor)!r}, or gives it other memory: recomputed, it "
-                    "would do so twice. Do it outside of the model, before or after the step, or name other blocks: "
-                    "memfit.checkpoint(..., blocks=[...])"
-                )
         return self.why_never_again
 
     def _key_of(self, tensor: torch.Tensor) -> str:
@@ -276,7 +317,7 @@ class CallSnapshot:
             if each.copy is None and each.is_written and not each.is_statistic:
                 raise self._written(each.key)
         for tensor, version, _, storage in self._parameters:
-            if tensor._version != version or (storage and storage_key(tensor) != storage):
+            if tensor._version != version or (storage and key_of(tensor) != storage):
                 raise self._written(self._key_of(tensor))
         for tensor, digest in self._digests:
             if not torch.equal(as_integers(tensor.detach()).sum(), digest):
@@ -307,13 +348,10 @@ class CallSnapshot:
 
     def _lay_out_copies(self) -> None:
         """Let the tables hold buffers with the values that they had, and statistics that may be written to."""
-        again: dict[int, torch.UntypedStorage] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
         for each in self._buffers:
             if each.copy is not None and (each.is_written or not self._reach.is_compiled):
-                if each.storage:
-                    again.setdefault(each.storage, each.copy.untyped_storage().clone())
-                form = Place.of(each.copy)
-                each.table[each.key] = form.on(again[each.storage]) if each.storage else each.copy.clone()
+                each.table[each.key] = each.again(storages)
         for (_, key), table in self._statistics.items():
             buffer = table.get(key)
             if buffer is not None:
@@ -329,61 +367,3 @@ def _differs(each: _Buffer) -> bool:
     """Return whether a buffer on a CPU holds other values than its copy."""
     is_read = each.copy is not None and each.storage and each.copy.device.type == "cpu"
     return bool(is_read) and not torch.equal(each.copy, each.tensor)  # pyright: ignore[reportArgumentType]
-
-
-def _of_tables(tables: Sequence[dict[str, Any]]) -> PythonPlace:
-    """Return the place of all tables of a block's modules: what it holds is by their numbers, without empty ones."""
-
-    def read() -> dict[int, dict[str, Any]]:
-        return {number: table.copy() for number, table in enumerate(tables) if table}
-
-    def write(held: dict[int, dict[str, Any]]) -> None:
-        for number, table in enumerate(tables):
-            if _differ(table, held.get(number, {})):
-                _put_entries(table, held.get(number, {}))
-
-    def is_same(held: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> bool:
-        return held.keys() == other.keys() and not any(map(_differ, held.values(), other.values()))
-
-    return PythonPlace(read, write, is_same)
-
-
-def _differ(table: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether two tables hold other objects, or by other keys, or in another order."""
-    if len(table) != len(other):
-        return True
-    return not (all(map(operator.is_, table.values(), other.values())) and [*table] == [*other])
-
-
-def _put_entries(table: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Put a module's table back, without the entries that libraries replace by themselves."""
-    for key in [*wanted, *(table.keys() - wanted.keys())]:
-        now, value = table.get(key, MISSING), wanted.get(key, MISSING)
-        if is_same(now, value) or _is_librarys(now) or _is_librarys(value) or _is_one_memory(now, value):
-            continue
-        if value is MISSING:
-            del table[key]
-        else:
-            table[key] = value
-
-
-def _is_librarys(value: Any) -> bool:
-    """Return whether a value is a stand-in of memfit's, or a parameter that FSDP or DeepSpeed puts there."""
-    if isinstance(value, torch.Tensor):
-        return is_sharded(value) or is_exchanged(value)
-    return value is not MISSING and type(value).__module__.startswith("memfit.")
-
-
-def _is_one_memory(now: Any, value: Any) -> bool:
-    """Return whether two tensors are the same elements, as FSDP makes views of its flat parameter for each pass.
-
-    Others are told apart: a result that is kept has its memory in both forward passes, and a graph of each.
-    """
-    if not (isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)):
-        return False
-    if now._base is None or not is_exchanged(now._base):
-        return False
-    is_alike = now.requires_grad == value.requires_grad and now.shape == value.shape
-    if not (is_alike and is_plain_dense(now) and is_plain_dense(value)):
-        return False
-    return now.data_ptr() == value.data_ptr() != 0 and now.stride() == value.stride()

@@ -173,6 +173,7 @@ class Steering:
         spot = call.spot
         mode = recorder.forward(spot.name, call.args, call.kwargs, is_kept=is_kept, is_compiled=spot.is_compiled)
         snapshot = self._looked_at(recorder, spot, call.args, call.kwargs)
+        mode.before_write = snapshot.before_write
         number, without = mode.number, Pass(rulings=present.rulings, offload=present.offload)
 
         @contextmanager

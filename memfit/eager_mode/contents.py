@@ -242,10 +242,11 @@ class Contents:
         if used_bytes + need_bytes <= self._given_bytes - self.stranded_bytes:  # what else is unused may be of use
             self.return_unused(need_bytes)
             return
+        least_bytes = used_bytes + need_bytes + self.stranded_bytes
         raise OverBudgetError(
             f"{calling_line()}: {what} takes up to {format_bytes(need_bytes)}, and {format_bytes(used_bytes)} of the "
             f"budget of {format_bytes(self._given_bytes)} are taken by what cannot be freed: {self._holding()}; give "
-            f"more, or a smaller batch{instead_here()}"
+            f"more (this call needs a budget of {least_bytes} bytes), or a smaller batch{instead_here()}"
         )
 
     def make_room_within(self, need_bytes: int) -> str | None:

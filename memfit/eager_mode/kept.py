@@ -23,16 +23,18 @@ class Kept:
         source: the contents.
         saved: what autograd holds in the place of tensors over them, as weak references.
         is_there: whether they hold the storage.
-        checksum: of the contents when they were freed.
+        checksum: of the contents when they were freed, as far as autograd reads them: a kernel may leave the rest of
+            its result's storage unwritten (`mse_loss`, `_embedding_bag`).
     """
 
-    __slots__ = ("checksum", "is_there", "saved", "source")
+    __slots__ = ("_read_bytes", "checksum", "is_there", "saved", "source")
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self.saved: list[weakref.ref[Saved]] = []
         self.is_there = True
         self.checksum: list[int] | None = None
+        self._read_bytes = 0
 
     def alive(self) -> list[Saved]:
         """Return what autograd still holds."""
@@ -45,9 +47,9 @@ class Kept:
     def let_go(self) -> None:
         """Let go of the storage; its memory is free if nobody else holds it."""
         saved = self.alive()
-        self.checksum = checksum(saved[0].alias.untyped_storage()) if saved else None
-        for each in saved:
-            each.let_go()
+        storage = saved[0].alias.untyped_storage() if saved else None
+        self._read_bytes = max((each.let_go() for each in saved), default=0)
+        self.checksum = None if storage is None else checksum(storage, self._read_bytes)
         self.is_there = False
 
     def take(self, storage: torch.UntypedStorage) -> None:
@@ -58,7 +60,7 @@ class Kept:
 
     def is_as_before(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage has the contents that were freed."""
-        return self.checksum is None or self.checksum == checksum(storage)
+        return self.checksum is None or self.checksum == checksum(storage, self._read_bytes)
 
 
 class Saved:
@@ -76,12 +78,13 @@ class Saved:
         self.kept, self.alias, self.version = kept, alias, alias._version
         self._place: Place | None = None
 
-    def let_go(self) -> None:
-        """Let go of the storage, and remember the place in it."""
+    def let_go(self) -> int:
+        """Let go of the storage, remember the place in it, and return where that ends, in bytes."""
         alias = self.alias
-        self._place = Place.of(alias)
+        place = self._place = Place.of(alias)
         with no_modes():
             alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        return place.reach_bytes
 
     def take(self, storage: torch.UntypedStorage) -> None:
         """Be the tensor again that was freed, on a storage with the same contents."""
@@ -99,14 +102,18 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def checksum(storage: torch.UntypedStorage) -> list[int]:
+def checksum(storage: torch.UntypedStorage, size_bytes: int) -> list[int]:
     """Return numbers that tell contents apart, those in another order included.
 
     The words are placed in tables. The sums of a table's rows and of its columns change where a word changes or takes
     another place. It reads the storage twice, table by table: on CUDA sums take copies of a table.
+
+    Args:
+        storage: that has the contents.
+        size_bytes: of them, from its start on.
     """
     with no_modes(), torch.no_grad():
-        whole = bytes_of(storage)
+        whole = bytes_of(storage)[:size_bytes]
         words = whole[: whole.numel() // 8 * 8].view(torch.int64)
         tail = whole[words.numel() * 8 :].tolist()
         found, sums = list[int](), list[torch.Tensor]()

@@ -31,7 +31,7 @@ _HIDDEN_STATE = (
     _aten.batch_norm_gather_stats,
     _aten.batch_norm_gather_stats_with_counts,
 )
-_PADDED = (_aten.mkldnn_rnn_layer,)  # parts of its workspace are never written
+_PADDED = (_aten.mkldnn_rnn_layer, _aten._ctc_loss)  # parts of what they save for backward are never written
 _FULLY_SHARDED = "fsdp"  # the namespace of what `fully_shard` calls
 _MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
 
