@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import memfit
 from memfit.errors import UnsupportedStepError
 from memfit.integrations.found_models import Running
 from memfit.system.recorder import record
+from memfit.torch_private.ranks import groups_talked_to
 
 
 def _compare(
@@ -291,6 +294,70 @@ def _begins_at(begin: int) -> tuple[Any, Any]:
 def late_collectives(_rank: int, _count: int) -> dict[str, Any]:
     """Blocks begin to run collectives in the second step, before the ranks have made plans of their own."""
     return _compare(_begins_at(1)[0], 0.8 if dist.get_rank() == 0 else 0.9, _begins_at(1)[1], wrap_last=True, steps=9)
+
+
+def late_collectives_of_sharded(_rank: int, _count: int) -> dict[str, Any]:
+    """The same in blocks that are compiled by themselves, and gather their parameters inside."""
+    from torch.distributed.fsdp import fully_shard
+
+    make, data = _begins_at(1)
+
+    def sharded(model: torch.nn.Module) -> Any:
+        layers: Any = make(model)[0].layers
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+            fully_shard(layer)
+        return fully_shard(model), None
+
+    return _compare(sharded, 0.8 if dist.get_rank() == 0 else 0.9, data, wrap_last=True, steps=9)
+
+
+def beside_a_thread(rank: int, _count: int) -> dict[str, Any]:
+    """Another thread talks on a group of its own, at other times on each rank, as one that saves checkpoints does."""
+    group, is_over = dist.new_group(), threading.Event()
+
+    def talk() -> None:
+        for _ in range(400):
+            time.sleep(0.01 * rank)
+            dist.all_reduce(torch.ones(1), group=group)
+        is_over.set()
+
+    def make(model: torch.nn.Module) -> Any:
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    found = _compare(make, 0.75 if rank == 0 else 0.85, _rows_of_rank, wrap_last=True)
+    was_beside = not is_over.is_set()
+    thread.join()
+    return {**found, "was_beside": was_beside}
+
+
+def groups_by_thread(_rank: int, _count: int) -> dict[str, Any]:
+    """Which groups `groups_talked_to` notes."""
+    from torch.distributed.fsdp import fully_shard
+
+    cpu, ones, beside, known = torch.device("cpu"), torch.ones(1), dist.new_group(), set[Any]()
+    model = fully_shard(mlps(count=1))
+    thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(1), dist.ReduceOp.SUM, beside))
+    with groups_talked_to(cpu) as own:
+        dist.all_reduce(ones)
+    with groups_talked_to(cpu, known) as of_thread:
+        thread.start()
+        thread.join()
+    known_of_thread = len(known)
+    with groups_talked_to(cpu, known) as of_shards:
+        model(rows(0)[0])
+    with groups_talked_to(cpu, known) as both:
+        dist.all_reduce(ones, group=beside)
+        model(rows(0)[0])
+    return {
+        "own": own == [dist.group.WORLD],
+        "of_thread": of_thread,
+        "of_shards": of_shards,
+        "both": both == [beside],
+        "known": (known_of_thread, len(known)),
+    }
 
 
 def late_collectives_of_a_plan(_rank: int, _count: int) -> dict[str, Any]:

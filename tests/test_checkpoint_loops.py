@@ -739,7 +739,19 @@ def by_transform(model: Any, batch: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize(("step", "share"), [(by_hand, 0.3), (by_transform, 0.7)])
+def in_two(model: Any, batch: Any) -> torch.Tensor:
+    """Do the same by two backward passes, as a pipeline's schedule that computes gradients of parameters later."""
+    inputs = batch[0].requires_grad_()
+    loss = functional.cross_entropy(model(inputs), batch[1])
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for each, gradient in zip(model.parameters(), gradients, strict=True):
+            each -= 0.1 * gradient
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("step", "share"), [(by_hand, 0.3), (by_transform, 0.7), (in_two, 0.5)])
 def test_loops_without_an_optimizer_are_judged(step: Any, share: float) -> None:
     def make() -> Loop:
         model = net()
@@ -750,7 +762,9 @@ def test_loops_without_an_optimizer_are_judged(step: Any, share: float) -> None:
         run(make, int(share * max(peaks)), 5)
     text = str(caught.value)
     assert ("memfit.fit_function" in text) is (step is by_transform)
-    assert ("memfit.eager" in text) is ("Raise the budget to" in text) is (step is by_hand)
+    assert ("memfit.eager" in text) is (step is not by_transform)
+    assert ("Raise the budget to" in text) is (step is by_hand)
+    assert ("recomputes blocks twice and holds both" in text) is (step is in_two)
 
 
 def test_sizes_that_are_new_in_each_step_are_refused_where_none_can_hold() -> None:

@@ -12,9 +12,10 @@ from rank_runs import on_ranks
 pytestmark = pytest.mark.slow
 
 SHARED = ["tensor_parallel", "experts", "in_operators", "in_compiled_blocks", "late_collectives"]
-LATE = ["late_collectives_of_a_plan", "late_collectives_of_two"]
+SHARED += ["late_collectives_of_sharded"]
+LATE = ["late_collectives_of_a_plan", "late_collectives_of_two", "groups_by_thread"]
 TWO = ["two_models", "two_models_of_a_script"]
-WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike"]
+WAYS = ["data_parallel", "sharded_after", "sharded_before", *TWO, *SHARED, "unlike", "beside_a_thread"]
 if find_spec("transformers") and find_spec("accelerate"):
     WAYS.append("trainer")
 
@@ -64,6 +65,13 @@ def test_ranks_that_hold_two_models_by_one_plan_and_apart_compute_collectives_ag
     found = [each["late_collectives_of_two"] for each in two]
     assert [each["models"] for each in found] == [1, 2]
     assert all(each["same"] for each in found)
+
+
+def test_collectives_of_other_threads_and_of_fully_shard_are_none_of_a_block(two: list[dict[str, Any]]) -> None:
+    assert all(found["beside_a_thread"]["was_beside"] for found in two)
+    for found in two:
+        expected = {"own": True, "of_thread": [], "of_shards": [], "both": True, "known": (0, 1)}
+        assert found["groups_by_thread"] == expected
 
 
 def test_operators_with_collectives_inside_are_in_no_planned_graph(two: list[dict[str, Any]]) -> None:

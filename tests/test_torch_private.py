@@ -154,7 +154,6 @@ from memfit.torch_private.modules import (
 )
 from memfit.torch_private.patching import replaced
 from memfit.torch_private.ranks import (
-    another_thread_talks,
     bucket_sizes,
     ddp_facts,
     ddp_sorts_buckets,
@@ -308,24 +307,6 @@ def test_operators_of_others_are_told_from_pytorchs() -> None:
     with absent_ranks(4), groups_talked_to(cpu) as groups:  # collectives of absent ranks have no numbers
         torch.distributed.all_reduce(ones)
     assert groups == []
-
-
-def test_a_thread_that_talks_to_other_ranks_is_seen() -> None:
-    assert not another_thread_talks()
-    is_inside, may_end = threading.Event(), threading.Event()
-
-    def ranks() -> Iterator[int]:
-        is_inside.set()
-        may_end.wait(10)
-        yield 0
-
-    thread = threading.Thread(target=torch.distributed.distributed_c10d._hash_ranks_to_str, args=(ranks(),))
-    thread.start()
-    is_inside.wait(10)
-    assert another_thread_talks()
-    may_end.set()
-    thread.join()
-    assert not another_thread_talks()
 
 
 def test_ranks_that_are_not_there_answer_at_once() -> None:

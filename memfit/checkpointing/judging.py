@@ -27,6 +27,11 @@ TRY_EAGER_MODE = f"try {EAGER_MODE}, which frees single tensors"
 _IN_ONE_CALL = (
     "hold all models of this loop by one call, memfit.checkpoint([first, second], budget), which plans them together"
 )
+_LEAST = "keeps as little as can be"
+_TWICE = (
+    "recomputes blocks twice and holds both, since several backward passes run through them (a pipeline's schedule "
+    "that splits backward, as zero-bubble ones do, or retain_graph=True)"
+)
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
 
@@ -224,7 +229,7 @@ class Judge:
         elif self._plans.blocks:  # otherwise `NO_BLOCKS` names it
             ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
         why = self._why_refused(shape, peak_is_in)
-        holding_bytes = None if by_transforms else self._most_lean_bytes
+        holding_bytes = None if by_transforms or _is_twice(shape) else self._most_lean_bytes
         error = own.refusal(refused, why, ", ".join(ways), holding_bytes=holding_bytes)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True
@@ -236,7 +241,11 @@ class Judge:
             return NO_BLOCKS
         if shape.planned is not None and not shape.standing.is_least:
             return f"the model was compiled {self._compiled.compilations} times, each for less"
-        return f"it keeps as little as can be; the most is taken in {peak_is_in}"
+        return f"it {_TWICE if _is_twice(shape) else _LEAST}; the most is taken in {peak_is_in}"
+
+
+def _is_twice(shape: Shape) -> bool:
+    return shape.lean is not None and shape.lean.is_twice
 
 
 _open: weakref.WeakSet[Judge] = weakref.WeakSet()  # of the loops that are not closed

@@ -150,6 +150,7 @@ class LeanRecorder:
             return
         self._has_backward = True
         self._look_at_outputs()
+        self.lean.is_twice |= number not in self._alive
         if number in self._alive:
             self._alive.remove(number)
             self._alive_of[self.lean.calls[number].block] -= 1

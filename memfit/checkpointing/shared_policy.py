@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ from memfit.checkpointing.shapes import Shape
 from memfit.errors import UnsupportedStepError
 from memfit.memory.contract import Contract, Usage, WindowKind
 from memfit.step.agreement import agreement_of
-from memfit.torch_private.ranks import another_thread_talks, groups_talked_to, has_ranks
-from memfit.torch_private.sharding import is_fully_sharded
+from memfit.torch_private.ranks import groups_talked_to, has_ranks
 
 _WHAT = "agreeing on a policy of memfit.checkpoint"
 _SHARES_IN_ONE = 1_000_000  # a share of the budget is agreed on as an integer
@@ -78,6 +78,7 @@ class FirstTalks:
     def __init__(self, plans: Plans) -> None:
         self._plans = plans
         self._new, self._known = set[str](), set[str]()  # blocks with collectives, of this window and of earlier ones
+        self._gathers = defaultdict[str, set[Any]](set)
         self.groups: list[Any] = []
         self.are_alike: bool | None = None
 
@@ -98,13 +99,13 @@ class FirstTalks:
         Raises:
             UnsupportedStepError: the ranks would not recompute the same; on all of them.
         """
-        is_gathered = spot.is_outside and is_fully_sharded(spot.module)  # inside of its compiled call
-        if spot.name in self._known or is_gathered or not has_ranks():
+        if spot.name in self._known or not has_ranks():
             yield
             return
-        with groups_talked_to(self._plans.device) as groups:
+        gathers = self._gathers[spot.name]  # a block that is compiled by itself gathers its parameters inside
+        with groups_talked_to(self._plans.device, gathers) as groups:
             yield
-        if not groups or another_thread_talks():
+        if not groups:
             return
         self._new.add(spot.name)
         self.groups += [group for group in groups if group not in self.groups]

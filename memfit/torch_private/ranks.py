@@ -6,14 +6,13 @@ sums in place: the same bits, without memory that no plan counts.
 
 from __future__ import annotations
 
-import sys
+import pickle
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ def is_lost(error: RuntimeError) -> bool:
 _LET_GO_SECONDS = 20.0  # the threads of gloo need microseconds, or their turn on a processor
 _MANY, _PAUSE_SECONDS = 1000, 1e-4  # looks at what gloo holds without a pause; the pause between later ones
 _OF_TORCH = ("aten", "prim", "prims", "profiler", "fsdp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+_OWN, _GATHERS, _OTHERS = "own", "gathers", "others"  # collectives of this thread, of `fully_shard`, of other threads
 _LENT = "_memfit_lent"  # of a tensor: see `_Lent`
 
 
@@ -181,24 +181,48 @@ def groups_inside(operator: Any, device: torch.device) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def groups_talked_to(device: torch.device) -> Iterator[list[Any]]:
-    """Note the process groups of the collectives that begin in the block, by whatever code; its end fills the list.
+def groups_talked_to(device: torch.device, known: set[Any] | None = None) -> Iterator[list[Any]]:
+    """Note the process groups of the collectives that this thread begins in the block; its end fills the list.
+
+    Those of other threads, as of one that saves a checkpoint, and those by which `fully_shard` gathers do not count.
 
     Args:
         device: of their tensors.
+        known: numbers of collectives that were gathers, which are not looked at again; it takes new ones.
     """
     groups, before = list[Any](), _collectives(device)
+    known = set[Any]() if known is None else known
     try:
         yield groups
     finally:
-        groups += [group for group, count in _collectives(device).items() if count != before.get(group)]
+        now = _collectives(device)
+        begun = {group: (before.get(group, 0), count) for group, count in now.items() if count != before.get(group)}
+        numbers = tuple((group.group_name, last - first) for group, (first, last) in begun.items())
+        if begun and numbers not in known:
+            found = {group: _kinds(group, device, *each) for group, each in begun.items()}
+            groups += [group for group, kinds in found.items() if _OWN in kinds]
+            if set().union(*found.values()) == {_GATHERS}:
+                known.add(numbers)
 
 
-def another_thread_talks() -> bool:
-    """Return whether another thread of this process runs code of torch.distributed, as one that saves a checkpoint."""
-    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
-    package = str(Path(torch.distributed.__file__).parent)
-    return any(each.f_code.co_filename.startswith(package) for top in others for each, _ in walk_stack(top))
+def _kinds(group: Any, device: torch.device, first: int, last: int) -> set[str]:
+    """Return who has begun the collectives of a group after the `first` one: this thread, `fully_shard` in it, others.
+
+    PyTorch's flight recorder tells; what it does not hold, since it was switched off, is taken for this thread's.
+    """
+    name = "_dump_nccl_trace" if group._get_backend(device).name() == "nccl" else "_dump_fr_trace"
+    entries = pickle.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", ())
+    seen = {each["collective_seq_id"]: each for each in entries if each["process_group"][0] == group.group_name}
+    return {_kind(seen.get(number)) for number in range(first + 1, last + 1)}
+
+
+def _kind(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return _OWN
+    if int(str(entry.get("thread_id", threading.get_ident())), 0) != threading.get_ident():
+        return _OTHERS
+    package = str(Path(torch.distributed.__file__).parent / "fsdp")
+    return _GATHERS if any(each["filename"].startswith(package) for each in entry.get("frames", ())) else _OWN
 
 
 def is_of_others(operator: Any) -> bool:
