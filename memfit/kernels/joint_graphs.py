@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,14 +40,10 @@ def saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
 
 
 def refuse_unplannable(joint: GraphModule) -> None:
-    """Refuse calls that are no operators of PyTorch's dispatcher, and such as write to what the step has made."""
+    """Refuse calls that write to what the step has made."""
     for node in joint.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or bare_overload(node.target) is None:
             continue
-        if bare_overload(node.target) is None:
-            raise UnsupportedStepError(
-                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" may do'
-            )
         if any(written.op != "placeholder" for written in _written(node)):
             raise UnsupportedStepError(
                 f"{node.target} writes to a tensor that the step has made, which could not be recomputed with "
@@ -80,7 +75,7 @@ def _written(node: Node) -> list[Node]:
 
 def is_fusible(nodes: Sequence[Node]) -> bool:
     """Return whether Inductor makes one kernel of these nodes and of fusible neighbours."""
-    return all(_TAGS.intersection(node.target.tags) or str(node.target) in _FUSIBLE for node in nodes)
+    return all(_TAGS.intersection(getattr(node.target, "tags", ())) or str(node.target) in _FUSIBLE for node in nodes)
 
 
 _TAGS = frozenset(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))
