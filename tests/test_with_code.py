@@ -148,7 +148,8 @@ def test_code_that_draws_is_refused_and_left_to_checkpoints(caplog: pytest.LogCa
     def drops(_: Layer, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda z: functional.dropout(z, 0.5), lambda z: z.cos(), (x,))
 
-    expected = _train(*[(model := _model(drops))[0], *model])
+    model, optimizer = _model(drops)
+    expected = _train(model, model, optimizer)
     model, optimizer = _model(drops)
     with pytest.raises(NotOneGraphError, match=r"0 calls cond, whose code draws random numbers: memfit\.checkpoint\("):
         _by_backend(model, optimizer, 1 << 30)
@@ -164,3 +165,19 @@ def test_loops_that_numbers_end_are_refused() -> None:
 
     with pytest.raises(NotOneGraphError, match=r"torch\.while_loop, of which numbers decide how long it runs"):
         _by_backend(*_model(loops), 1 << 30)
+
+
+def test_inductors_kernels_leave_it_to_eagers_and_to_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = _model(WAYS["cond"])
+    compiled = torch.compile(model, backend="memfit", options={"budget": "1GiB", "reserve": 0, "kernels": "inductor"})
+    with pytest.raises(
+        NotOneGraphError, match=r'cond is no operator .* kernels="eager" plans it .* memfit\.checkpoint\('
+    ):
+        _train(compiled, model, optimizer)
+    model, optimizer = _model(WAYS["cond"])
+    memfit.compile(model, budget="1GiB", optimizer=optimizer, kernels="inductor")
+    expected_model, expected_optimizer = _model(WAYS["cond"])
+    assert all(
+        map(torch.equal, _train(model, model, optimizer), _train(expected_model, expected_model, expected_optimizer))
+    )
+    assert "held by memfit.checkpoint, without kernels, since cond is no operator" in caplog.text

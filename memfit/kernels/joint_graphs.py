@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from memfit.capture.joint import outputs_of
 from memfit.capture.traced import given_to_write
-from memfit.errors import UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, NotOneGraphError, UnsupportedStepError
 from memfit.torch_private.inductor import ModulePair
 from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in, tree_flatten
 
@@ -40,10 +41,18 @@ def saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
 
 
 def refuse_unplannable(joint: GraphModule) -> None:
-    """Refuse calls that write to what the step has made."""
+    """Refuse calls of operators that are given code, and such as write to what the step has made."""
     for node in joint.graph.nodes:
-        if node.op != "call_function" or bare_overload(node.target) is None:
+        if node.op != "call_function" or node.target in (
+            operator.getitem,
+            torch.ops.higher_order.auto_functionalized_v2,
+        ):
             continue
+        if bare_overload(node.target) is None:
+            raise NotOneGraphError(
+                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" plans it '
+                f"with those that eager calls: {BY_CHECKPOINT}"
+            )
         if any(written.op != "placeholder" for written in _written(node)):
             raise UnsupportedStepError(
                 f"{node.target} writes to a tensor that the step has made, which could not be recomputed with "
