@@ -20,6 +20,7 @@ from memfit.binding import Origin, Value
 from memfit.capture.build import Captured, TracedBoundary, build
 from memfit.capture.trace import Trace
 from memfit.capture.traced import TracedCall, mutated_tensors
+from memfit.capture.with_code import enter as enter_with_code
 from memfit.cost.observations import Corrections
 from memfit.errors import UnsupportedStepError
 from memfit.graph import Phase, Role
@@ -277,12 +278,6 @@ class _JointCapture:
             call.sources = (node,)
 
     def _trace(self, node: Node) -> None:
-        if bare_overload(node.target) is None:
-            raise UnsupportedStepError(
-                f"{_module_name(node) or 'the model'} calls {node.target}, which PyTorch's compiler does not divide "
-                "into operators, as a custom operator that writes to its arguments (mutates_args): write a functional "
-                "one, which returns what it computes, and copy that into the buffer"
-            )
         args, kwargs = tree_map(self._argument, (node.args, dict(node.kwargs)))
         if node.target is _REPLACE and self.trace.storages[self.trace.value(args[1]).storage].resident:
             raise UnsupportedStepError(
@@ -302,11 +297,14 @@ class _JointCapture:
             self._results[node] = self._reshaped(node.target, args, kwargs)
             return
         is_known = "val" in node.meta and not _is_within_another(node)
-        if is_known and not self.trace.corrections and not self._results:
-            self.trace.add_call(node.target, args, kwargs, node.meta["val"])
-            return
-        returned = node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-        self._results[node] = self.trace.add_call(node.target, args, kwargs, returned)
+        is_as_traced = is_known and not self.trace.corrections and not self._results
+        returned = node.meta["val"] if is_as_traced else node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        if bare_overload(node.target) is None:
+            returned = enter_with_code(self.trace, node, args, kwargs, returned)
+        else:
+            returned = self.trace.add_call(node.target, args, kwargs, returned)
+        if not is_as_traced:
+            self._results[node] = returned
 
     def _reshaped(self, view: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a view that was traced of a tensor of other strides: of a copy where these do not let it be made.
@@ -394,4 +392,4 @@ def _module_name(node: Node) -> str:
 
 
 # How Dynamo gets to the model: its frame's `self`, or a function around it that was entered.
-_ROOT = re.compile(r"^L\['(?:self|fn)'\](?:\.__closure__\[\d+\]\.cell_contents|\.__self__|\.__wrapped__)*")
+_ROOT = re.compile(r"^L\['\w+'\](?:\.__closure__\[\d+\]\.cell_contents|\.__self__|\.__wrapped__)*")

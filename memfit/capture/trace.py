@@ -207,12 +207,17 @@ class Trace:
         )
         enter = SPECIAL_CASES.get(func._overloadpacket, functionalize)
         enter(self, entry, kwargs)
-        returned = self._corrected(entry, returned)
+        returned = self.corrected(entry, returned)
         self._append(entry)
         return returned
 
-    def _corrected(self, entry: Entry, returned: Any) -> Any:
-        """Return `returned` as the real kernel returns it; the outputs of the entry are corrected too."""
+    def corrected(self, entry: Entry, returned: Any) -> Any:
+        """Return `returned` as the real kernel returns it; the outputs of the entry are corrected too.
+
+        Args:
+            entry: the call.
+            returned: by the fake kernel, nested as the call returns it.
+        """
         if not self.corrections:
             return returned
         call = Call(op=0, target=entry.target, args=entry.args, kwargs=entry.kwargs)

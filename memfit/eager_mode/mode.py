@@ -56,6 +56,8 @@ class BudgetMode(UnwrappedMode):
         restores: says whether a write to a tensor gives a gathered parameter the contents that it had.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         budget_bytes: int,

@@ -16,12 +16,12 @@ from memfit.capture.under_modes import UnderModes, is_looked_at, vectors_in
 from memfit.eager_mode.needs import Need, key_of
 from memfit.eager_mode.sources import tensors_given
 from memfit.errors import UnsupportedStepError
-from memfit.torch_private.tensors import PLAIN_TYPES, SHORTENS, StorageWeakRef, is_zero_tensor
+from memfit.torch_private.tensors import PLAIN_TYPES, SHORTENS, StorageWeakRef, bare_overload, is_zero_tensor
 
 VIEW, PLAIN, WRITES, DATA_DECIDES, FOREIGN, ONCE = range(6)
 """Kinds of operators: those that move no data; that write to their arguments; whose results have sizes that depend on
-data; that memfit does not know; whose results contain arbitrary bytes that differ in each run, or that restore gathered
-parameters; and all others (PLAIN)."""
+data; that memfit does not know; whose results contain arbitrary bytes that differ in each run, that restore gathered
+parameters, or that are given code; and all others (PLAIN)."""
 
 _aten = torch.ops.aten
 _LIFTED = _aten.lift_fresh.default
@@ -36,8 +36,24 @@ _FULLY_SHARDED = "fsdp"  # the namespace of what `fully_shard` calls
 _MOST_NEEDS = 1 << 13  # of an operator that are remembered: the shapes of some loops never repeat
 
 
+class _WithCode:
+    """An operator that is given code (flex attention, `torch.cond`): what it calls is not seen."""
+
+    tags: frozenset[torch.Tag] = frozenset()
+    overloadpacket = _overloadpacket = None
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __str__(self) -> str:
+        return str(self.function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
 class Operator:
-    """An operator overload.
+    """An operator overload, or an operator that is given code.
 
     Attributes:
         function: the overload.
@@ -62,6 +78,8 @@ class Operator:
     )
 
     def __init__(self, function: Any) -> None:
+        if bare_overload(function) is None:
+            function = _WithCode(function)
         self.function, self.kind = function, _kind(function)
         self.draws = torch.Tag.nondeterministic_seeded in function.tags
         self.is_looked_at = is_looked_at(function)
@@ -173,6 +191,8 @@ class Unread:
 
 
 def _kind(func: Any) -> int:
+    if isinstance(func, _WithCode):
+        return ONCE
     schema = func._schema
     if func.namespace == "profiler":  # a label of the optimizer's step, or the user's
         return VIEW

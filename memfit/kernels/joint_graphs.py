@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from memfit.capture.joint import outputs_of
 from memfit.capture.traced import given_to_write
-from memfit.errors import UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, NotOneGraphError, UnsupportedStepError
 from memfit.torch_private.inductor import ModulePair
 from memfit.torch_private.tensors import bare_overload, fake_mode_of, tensors_in, tree_flatten
 
@@ -41,13 +41,17 @@ def saved_bytes(forward: GraphModule, forward_outputs: int) -> int:
 
 
 def refuse_unplannable(joint: GraphModule) -> None:
-    """Refuse calls that are no operators of PyTorch's dispatcher, and such as write to what the step has made."""
+    """Refuse calls of operators that are given code, and such as write to what the step has made."""
     for node in joint.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target in (
+            operator.getitem,
+            torch.ops.higher_order.auto_functionalized_v2,
+        ):
             continue
         if bare_overload(node.target) is None:
-            raise UnsupportedStepError(
-                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" may do'
+            raise NotOneGraphError(
+                f'{node.target} is no operator that memfit can plan with Inductor\'s kernels; kernels="eager" plans it '
+                f"with those that eager calls: {BY_CHECKPOINT}"
             )
         if any(written.op != "placeholder" for written in _written(node)):
             raise UnsupportedStepError(
@@ -80,7 +84,7 @@ def _written(node: Node) -> list[Node]:
 
 def is_fusible(nodes: Sequence[Node]) -> bool:
     """Return whether Inductor makes one kernel of these nodes and of fusible neighbours."""
-    return all(_TAGS.intersection(node.target.tags) or str(node.target) in _FUSIBLE for node in nodes)
+    return all(_TAGS.intersection(getattr(node.target, "tags", ())) or str(node.target) in _FUSIBLE for node in nodes)
 
 
 _TAGS = frozenset(getattr(torch.Tag, name) for name in ("pointwise", "reduction") if hasattr(torch.Tag, name))

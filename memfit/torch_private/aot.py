@@ -10,7 +10,7 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from memfit.errors import NotOneGraphError
+from memfit.errors import BY_CHECKPOINT, NotOneGraphError
 from memfit.memory.place import Place
 from memfit.torch_private.patching import replaced
 
@@ -97,7 +97,20 @@ def _set_data(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _run_inline(subgraph: Callable[..., Any], _name: str, *given: Any) -> Any:
+    """Run a region of `nested_compile_region` call by call: each is planned by itself, and may draw."""
+    return subgraph(*given)
+
+
+def _refuse_loop(*_: Any) -> Any:
+    raise NotOneGraphError(
+        f"the model calls torch.while_loop, of which numbers decide how long it runs: {BY_CHECKPOINT}"
+    )
+
+
 _INSTEAD: dict[Any, Any] = {
+    torch.ops.higher_order.invoke_subgraph: _run_inline,
+    torch.ops.higher_order.while_loop: _refuse_loop,
     torch.autograd.grad_mode._enter_inference_mode: _enter_no_grad,
     torch.autograd.grad_mode._exit_inference_mode: _leave_no_grad,
     getattr(torch.ops.aten, "shallow_copy_data_", None): _set_data,  # `.data = ...` in torch 2.15, `set_` in 2.13

@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.utils.checkpoint
+from torch.fx.experimental.proxy_tensor import _MakefxTracer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -242,6 +243,8 @@ def hooks_aside_in_transforms() -> AbstractContextManager[None]:
     """Take the hooks of saved tensors of memfit and of checkpoints off inside of each transformation of torch.func.
 
     Most of them allow no such hooks: with the user's own ones they still raise. What is saved there stays as it is.
+    While a graph is traced, no hooks are called, as in AOTAutograd: what an operator with code inside (flex attention)
+    traces of its backward pass would read what a checkpoint computes again, as constants.
     """
     return _hooks_aside
 
@@ -262,7 +265,17 @@ def _take_hooks_off(patches: ExitStack) -> None:
             for hooks in reversed(taken):
                 torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
+    traced = _MakefxTracer._trace_inner
+
+    def traced_without(*args: Any) -> Any:
+        before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
+        try:
+            return traced(*args)
+        finally:
+            torch._C._autograd._saved_tensors_hooks_set_tracing(before)
+
     patches.enter_context(replaced(torch.autograd.graph, "disable_saved_tensors_hooks", disabled_without_ours))
+    patches.enter_context(replaced(_MakefxTracer, "_trace_inner", traced_without))
 
 
 _hooks_aside = Inside(_take_hooks_off)
