@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import BudgetNotHeldError, MemfitError, UnsupportedStepError
@@ -783,6 +784,38 @@ def test_sizes_that_are_new_in_each_step_are_refused_where_none_can_hold() -> No
         run(make, int(0.2 * peaks[0]), 7)
     held, taken = run(make, int(0.7 * peaks[-1]), 7)
     assert all(map(torch.equal, held, run(make, None, 7)[0])) and max(taken) <= 0.7 * peaks[-1]
+
+
+class Dropping(Net):
+    """A model that leaves out every third layer in turn, as LayerDrop does, and may checkpoint the others by hand."""
+
+    calls, is_by_hand = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, self.calls = self.before(x), self.calls + 1
+        for number, layer in enumerate(self.layers):
+            if (number + self.calls) % 3:
+                x = checkpoint(layer, x, use_reentrant=False) if self.is_by_hand else layer(x)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_steps_that_call_other_layers_are_within_what_checkpoints_of_all_take(first: int) -> None:
+    def make(is_by_hand: bool = False) -> Loop:
+        model = Dropping([Mlp(64) for _ in range(5)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
+        model.calls, model.is_by_hand = first, is_by_hand
+        optimizer = adam(model)
+
+        def step(number: int) -> list[torch.Tensor]:
+            inputs, labels = rows(number, 400)
+            return [update(optimizer, functional.cross_entropy(model(inputs), labels))]
+
+        return Loop([model], step)
+
+    bare, _ = run(make, None)
+    budget = int(1.02 * max(run(lambda: make(is_by_hand=True), None)[1]))
+    held, taken = run(make, budget)
+    assert all(map(torch.equal, held, bare)) and max(taken) <= budget
 
 
 def test_a_loop_of_torch_func_goes_through_the_door_that_is_named() -> None:

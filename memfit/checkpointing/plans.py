@@ -223,9 +223,12 @@ class Plans:
         if not shape.wants_plan and (not has_grown or shape.standing.is_least):
             return
         limit_bytes = aim_bytes - (contract.budget_bytes >> (_RANKS_SLACK if has_ranks() else _SLACK))
-        limit_bytes -= self._uncalled_bytes(lean, self._called if shape.standing.plans else self.blocks)
+        uncalled_bytes = self._uncalled_bytes(lean, self._called if shape.standing.plans else self.blocks)
+        limit_bytes -= uncalled_bytes
         with_modes = shape.race is None or not shape.race.is_over or shape.planned_has_mode
         planned = planner.plan(limit_bytes, more_bytes, with_modes=with_modes and not self._is_shared)
+        if planned.is_least and uncalled_bytes:  # what it keeps takes no more in this pass alone
+            planned = planner.least(more_bytes)
         seen = planner.as_seen(more_bytes)
         if seen.predicted_bytes <= aim_bytes and seen.seconds < planned.seconds:  # it needs no slack
             planned = seen
