@@ -152,6 +152,25 @@ def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None
     same_as_bare(net(lambda: block(64)), share=share or 1e-6)
 
 
+class Decays(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_parameter_that_is_written_again_before_backward_is_refused(calls: int) -> None:
+    """PyTorch's own backward pass would read what was written last."""
+    model = net(lambda: Decays(64))()
+    x = rows(0)[0]
+    with memfit.checkpoint(model, "64MiB"):
+        loss = torch.stack([model(x).square().mean() for _ in range(calls)]).sum()
+        if calls == 1:
+            model.layers[0].b.weight.data.mul_(0.5)
+        with pytest.raises(UnsupportedStepError, match=r"of a module in block 'layers.\d' was written to"):
+            loss.backward()
+
+
 def reaching(factor: Any) -> Callable[[], Net]:
     made = net(lambda: checkpoint_reaching.Reaching(factor))
 
