@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture.draws import HostGenerators
-from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
+from memfit.checkpointing.block_modes import BlockMode, CompiledMode
 from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.reached import OR_EAGER_MODE
 from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen, StorageSeen
@@ -20,7 +20,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
-from memfit.torch_private.sharding import local
+from memfit.torch_private.sharding import key_of, local
 from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000

@@ -15,7 +15,6 @@ import torch
 
 from memfit.capture.copies import ATOMS
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.block_modes import key_of
 from memfit.checkpointing.reached import OR_EAGER_MODE, FoundInValues, Reach, may_change, needs_a_look
 from memfit.checkpointing.tables import of_tables
 from memfit.errors import UnsupportedStepError
@@ -23,7 +22,7 @@ from memfit.memory.bits import as_integers
 from memfit.memory.place import Place
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
-from memfit.torch_private.sharding import is_sharded
+from memfit.torch_private.sharding import is_sharded, key_of
 from memfit.torch_private.tensors import is_freed, is_plain_dense, tensors_in
 
 _SMALL_NUMEL = 256  # a buffer of so many elements that is copied although it was not seen to be written to
