@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -936,6 +937,32 @@ def test_a_refusal_beside_another_handle_names_the_call_that_holds_both() -> Non
     with pytest.raises(BudgetNotHeldError, match=r"memfit.checkpoint\(\[first, second\], budget\)"):
         run(encoder_and_decoder, budget)
     run(encoder_and_decoder, budget, is_in_one_call=True)
+
+
+def critic_of_a_policy() -> Loop:
+    """The critic alone is held, whose second window ends with the first update of what the policy has."""
+    layers = [layer for _ in range(2) for layer in (torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.ReLU())]
+    critic, policy = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1)), torch.nn.Parameter(torch.zeros(1024, 64))
+    judges, acts = adam(critic), torch.optim.AdamW([policy], lr=1e-3)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        yield update(judges, (critic(torch.randn(512, 64)) - 1).square().mean())
+        critic.requires_grad_(requires_grad=False)
+        yield update(acts, -critic(torch.randn(1024, 64) + policy).mean())
+        critic.requires_grad_(requires_grad=True)
+
+    return Loop([critic], step)
+
+
+def test_a_named_budget_has_room_for_states_that_other_optimizers_made_after_the_window_that_it_is_named_by() -> None:
+    with pytest.raises(BudgetNotHeldError) as refusal:
+        run(critic_of_a_policy, allocated_bytes("cpu") + (1 << 20))
+    named = re.search(r"Raise the budget to (\d+) bytes", str(refusal.value))
+    assert named is not None
+    del refusal  # whose frames hold the models
+    budget = int(named[1]) + (1 << 14)  # for the losses that are kept here
+    _, peaks = run(critic_of_a_policy, budget)
+    assert max(peaks) <= budget
 
 
 @pytest.mark.parametrize(

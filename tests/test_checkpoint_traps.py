@@ -131,12 +131,17 @@ class Initialises(Mlp):
 
 
 class LimitsNorms(Mlp):
-    """Limits the norms of its weights before it uses them: one is given other memory, as in EEGNet."""
+    """Limits the norms of its weights before it uses them: one is given other memory, as in EEGNet; so is a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("average", torch.zeros(300, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.a.weight.data = torch.renorm(self.a.weight.data, 2, 0, 0.5)
         self.b.weight.data.mul_(0.99)
-        return super().forward(x)
+        self.average.data = 0.5 * self.average + x.detach().mean(0)
+        return super().forward(x - 0.1 * self.average.mean(0))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +150,25 @@ class LimitsNorms(Mlp):
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.0])
 def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None:
     same_as_bare(net(lambda: block(64)), share=share or 1e-6)
+
+
+class Decays(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.b.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_parameter_that_is_written_again_before_backward_is_refused(calls: int) -> None:
+    """PyTorch's own backward pass would read what was written last."""
+    model = net(lambda: Decays(64))()
+    x = rows(0)[0]
+    with memfit.checkpoint(model, "64MiB"):
+        loss = torch.stack([model(x).square().mean() for _ in range(calls)]).sum()
+        if calls == 1:
+            model.layers[0].b.weight.data.mul_(0.5)
+        with pytest.raises(UnsupportedStepError, match=r"of a module in block 'layers.\d' was written to"):
+            loss.backward()
 
 
 def reaching(factor: Any) -> Callable[[], Net]:

@@ -170,6 +170,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chain", "lean_offload", "policy", "recording"),
         ("block_modes",),
         ("contexts", "planning", "snapshots"),
+        ("tables",),
         ("reached",),
         ("calls", "groups", "knapsack"),
         ("choices",),

@@ -187,6 +187,7 @@ from memfit.torch_private.sharding import (
     is_of_first_fsdp,
     is_of_fsdp,
     is_sharded,
+    key_of,
     local,
     local_gradient,
     modules_that_gather,
@@ -1763,6 +1764,7 @@ def test_sharded_tensors_have_a_local_part(sharded_model: torch.nn.Module) -> No
     assert is_of_fsdp(weight) and not is_of_fsdp(plain)
     plain._fsdp_flattened = True  # as FSDP's first version marks its own
     assert is_of_fsdp(plain) and is_of_first_fsdp(plain) and not is_of_first_fsdp(weight) and not is_of_first_fsdp(None)
+    assert key_of(weight) == key_of(local(weight)) != key_of(plain) and key_of(torch.ones(2).to_sparse()) == 0
     assert local(weight).shape == (2, 3) and not is_sharded(local(weight)) and local(plain) is plain
     assert whole_part(weight).data_ptr() == local(weight).data_ptr() and whole_part(weight).shape == (6,)
     assert local_gradient(weight) is None

@@ -18,8 +18,8 @@ from memfit.system.recorder import taken_bytes
 from memfit.torch_private.autograd import UnwrappedMode, default_saved_hooks, in_backward, no_modes, saved_with
 from memfit.torch_private.checkpoints import IGNORED_OPS, detached, is_cached_cast, schema_of
 from memfit.torch_private.ranks import groups_inside, groups_of, groups_talked_to
-from memfit.torch_private.sharding import is_sharded, local
-from memfit.torch_private.tensors import StorageWeakRef, draws, is_of_array, storage_key, tensors_in
+from memfit.torch_private.sharding import is_sharded, key_of, local
+from memfit.torch_private.tensors import StorageWeakRef, draws, is_of_array, tensors_in
 
 if TYPE_CHECKING:
     from memfit.checkpointing.recording import LeanRecorder
@@ -331,11 +331,3 @@ def _nothing(_: Any) -> None:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """Return the key of the storage of a tensor, of this rank's part if it is sharded; 0 if it has none."""
-    try:
-        return storage_key(local(tensor))
-    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
-        return 0

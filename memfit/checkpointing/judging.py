@@ -52,7 +52,8 @@ class Judge:
     def __init__(self, contract: Contract | None, plans: Plans, compiled: CompiledCalls, meter: Meter) -> None:
         self.contract, self._plans, self._compiled, self._meter = contract, plans, compiled, meter
         self.warnings = Warnings()
-        self._lean = self._over_lean = self._in_a_row = self._most_lean_bytes = 0
+        self._lean = self._over_lean = self._in_a_row = 0
+        self._holding_bytes = 0  # a budget that has room for all windows like those that were seen without a plan
         self._evaluations = Evaluations()
         self._shared: SharedPolicy | None = None
         self._may_share, self.talks = True, FirstTalks(plans)
@@ -173,7 +174,8 @@ class Judge:
                 self._evaluations.end(usage.live_bytes)
             self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
             self._in_a_row = (self._in_a_row + 1) * is_over if is_lean else self._in_a_row
-            self._most_lean_bytes = max(self._most_lean_bytes, usage.taken_bytes)
+            again_bytes = usage.taken_bytes + (self._meter.created_bytes if self._meter.is_before_update else 0)
+            self._holding_bytes = max(self._holding_bytes + self._meter.created_bytes, again_bytes)
             if is_over and not self._refuses_new_sizes(shape, usage):
                 kind = "lean" if is_lean else "evaluation"
                 self.warnings.warn(self.contract.over_text(usage), kind)
@@ -229,7 +231,7 @@ class Judge:
         elif self._plans.blocks:  # otherwise `NO_BLOCKS` names it
             ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
         why = self._why_refused(shape, peak_is_in)
-        holding_bytes = None if by_transforms or _is_twice(shape) else self._most_lean_bytes
+        holding_bytes = None if by_transforms or _is_twice(shape) else self._holding_bytes
         error = own.refusal(refused, why, ", ".join(ways), holding_bytes=holding_bytes)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from memfit.checkpointing.block_modes import key_of
 from memfit.checkpointing.seen import CallSeen
 from memfit.eager_mode.kept import Saved, alias_of
 from memfit.errors import HostMemoryError
@@ -23,7 +22,7 @@ from memfit.memory.host.store import HostCopy
 from memfit.memory.place import bytes_of
 from memfit.step.hooks import Hook
 from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
-from memfit.torch_private.sharding import modules_that_gather
+from memfit.torch_private.sharding import key_of, modules_that_gather
 from memfit.torch_private.tensors import StorageWeakRef, storage_users
 
 _LEAST_BYTES = 1 << 12  # smaller storages stay

@@ -290,14 +290,14 @@ class Loop:
             self._meter.close(self._kind)
 
     def _before_step(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if (recorder := self.steering.recorder) is not None:
-            recorder.before_update()
+        self._meter.before_update()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.is_paused:
             return
+        created_bytes = self._meter.after_update()
         if (recorder := self.steering.recorder) is not None:
-            recorder.after_update()
+            recorder.created_bytes += created_bytes
         count = self._updates.count()
         if not self._updates.to_come and not self._awaited:
             return

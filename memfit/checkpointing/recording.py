@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.capture.draws import HostGenerators
-from memfit.checkpointing.block_modes import BlockMode, CompiledMode, key_of
+from memfit.checkpointing.block_modes import BlockMode, CompiledMode
 from memfit.checkpointing.choices import none_choice
 from memfit.checkpointing.reached import OR_EAGER_MODE
 from memfit.checkpointing.seen import CallSeen, LeanPass, MomentSeen, OpSeen, StorageSeen
@@ -20,7 +20,7 @@ from memfit.cost.stopwatch import Stopwatch
 from memfit.errors import UnsupportedStepError
 from memfit.system.recorder import Record, allocated_bytes, record, taken_bytes
 from memfit.torch_private.checkpoints import saved_node_names
-from memfit.torch_private.sharding import local
+from memfit.torch_private.sharding import key_of, local
 from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
@@ -43,6 +43,7 @@ class LeanRecorder:
         has_returned: whether the model's call has returned.
         is_incomplete: whether compiled code ran in a block that was not known to call any.
         groups: process groups of the collectives in blocks.
+        created_bytes: of the optimizer's state that updates have made: later passes begin with it.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class LeanRecorder:
         self.inside: BlockMode | None = None
         self.groups: list[Any] = []
         self.generators = HostGenerators()
-        self._before_update_bytes = self._created_bytes = 0
+        self.created_bytes = 0
         self._alive: set[int] = set()
         self._alive_of: Counter[str] = Counter()
         self._last_output: weakref.ref[torch.Tensor] | None = None
@@ -173,14 +174,6 @@ class LeanRecorder:
         """Whether the pass can be planned from: forward has returned, and backward has come to a block, or is over."""
         return self.has_returned and (self._has_backward or not self.lean.calls)
 
-    def before_update(self) -> None:
-        """Note that an optimizer's step begins."""
-        self._before_update_bytes = allocated_bytes(self.device)
-
-    def after_update(self) -> None:
-        """Note that an optimizer's step is over: what is live more then is its state, which later passes begin with."""
-        self._created_bytes += max(0, allocated_bytes(self.device) - self._before_update_bytes)
-
     def end(self) -> LeanPass:
         """End the record, and return what it holds."""
         self._close()
@@ -189,7 +182,7 @@ class LeanRecorder:
             op.seconds = watch.seconds() or 0.0
         self._timed.clear()
         self._take_kept_away()
-        self.lean.created_bytes = self._created_bytes
+        self.lean.created_bytes = self.created_bytes
         return self.lean
 
     def _take_kept_away(self) -> None:
@@ -243,6 +236,6 @@ class LeanRecorder:
             return
         self._measure()
         last, own, forward, kept = self._where
-        peak_bytes, self._peak_bytes = self._uncounted_bytes + self._peak_bytes - self._created_bytes, 0
+        peak_bytes, self._peak_bytes = self._uncounted_bytes + self._peak_bytes - self.created_bytes, 0
         self.lean.moments.append(MomentSeen(last=last, own=own, peak_bytes=peak_bytes, forward=forward))
         self._kept_in.append(kept)

@@ -15,7 +15,6 @@ import torch
 
 from memfit.capture.copies import ATOMS
 from memfit.capture.discovery import MODULE_NAMES
-from memfit.checkpointing.block_modes import key_of
 from memfit.checkpointing.reached import OR_EAGER_MODE, FoundInValues, Reach, may_change, needs_a_look
 from memfit.checkpointing.tables import of_tables
 from memfit.errors import UnsupportedStepError
@@ -23,7 +22,7 @@ from memfit.memory.bits import as_integers
 from memfit.memory.place import Place
 from memfit.memory.snapshot import Snapshot
 from memfit.torch_private.ambient import Ambient
-from memfit.torch_private.sharding import is_sharded
+from memfit.torch_private.sharding import is_sharded, key_of
 from memfit.torch_private.tensors import is_freed, is_plain_dense, tensors_in
 
 _SMALL_NUMEL = 256  # a buffer of so many elements that is copied although it was not seen to be written to
@@ -105,6 +104,7 @@ class CallSnapshot:
         self._buffers: list[_Buffer] = []
         self._digests: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._copies: dict[int, torch.UntypedStorage] = {}
+        self._is_overwritten = False  # by another call, while this one has yet to be recomputed
         self._before: dict[int, torch.Tensor] = {}  # parameters by their ids, on the memory that they had
         self._frozen = [(count, count._version) for count in reach.frozen_counts()]
         self._statistics = reach.statistics.copy()
@@ -174,7 +174,10 @@ class CallSnapshot:
         Args:
             storages: keys of those that it writes to.
         """
-        self._keep({id(tensor) for tensor, *_, storage in self._parameters if storage in storages})
+        written = {id(tensor) for tensor, *_, storage in self._parameters if storage in storages}
+        for other in [each for key in written for each in _AWAITED.get(key, ()) if each is not self]:
+            other._is_overwritten = True
+        self._keep(written)
 
     def _keep(self, parameters: Set[int]) -> None:
         """Copy parameters as they were, now and in later passes.
@@ -245,6 +248,10 @@ class CallSnapshot:
             elif each.copy is not None and each.copy.nbytes > _LARGE_BYTES and where not in reach.written:
                 each.copy = None
                 self._digest(each.tensor)
+        for each in self._buffers:
+            if type(each.tensor) is torch.nn.Parameter:  # what is written from here on, PyTorch's own backward reads
+                now = each.tensor._version, each.needs_gradient, key_of(each.tensor)
+                self._parameters.append((each.tensor, *now))
         kept = {each.storage for each in self._buffers if each.copy is not None}
         self._copies = {key: storage for key, storage in self._copies.items() if key in kept}
         for tensor, *_ in self._parameters:
@@ -316,6 +323,8 @@ class CallSnapshot:
         for each in self._buffers:
             if each.copy is None and each.is_written and not each.is_statistic:
                 raise self._written(each.key)
+        if self._is_overwritten:
+            raise self._written("a parameter")
         for tensor, version, _, storage in self._parameters:
             if tensor._version != version or (storage and key_of(tensor) != storage):
                 raise self._written(self._key_of(tensor))

@@ -34,6 +34,8 @@ class Meter:
     Attributes:
         last_stream: of the windows; whoever begins one follows it.
         uncounted: live tensors and buckets that the recorder does not count.
+        created_bytes: of the state that optimizers have made in the last window.
+        is_before_update: whether it took the most elsewhere than in its updates: with that state, it will take more.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +43,9 @@ class Meter:
         self._uncounted_bytes = 0  # when the window began
         self._open: Record | None = None
         self._watch: Stopwatch | None = None
+        self._update: Record | None = None
+        self._created_bytes = self._update_bytes = self.created_bytes = 0
+        self.is_before_update = False
         self.last_stream = LastStream(device)
 
     @property
@@ -59,6 +64,20 @@ class Meter:
         if self._watch is not None:
             self._watch.stop()
 
+    def before_update(self) -> None:
+        """Note that an optimizer's step begins."""
+        self._update = record(self._device).begin()
+
+    def after_update(self) -> int:
+        """Note that an optimizer's step is over, and return the bytes of the state that it has made."""
+        if self._update is None:
+            return 0
+        update, self._update = self._update.close(), None
+        created_bytes = max(0, update.end_bytes - update.start_bytes)
+        self._created_bytes += created_bytes
+        self._update_bytes = max(self._update_bytes, update.most_live_bytes)
+        return created_bytes
+
     def close(self, kind: WindowKind, other_bytes: int = 0) -> Usage:
         """End the window, and return what it took.
 
@@ -68,6 +87,8 @@ class Meter:
         """
         assert self._open is not None
         recorded, self._open = self._open.close(), None
+        self.created_bytes, self.is_before_update = self._created_bytes, recorded.most_live_bytes > self._update_bytes
+        self._created_bytes = self._update_bytes = 0
         live_bytes = self._uncounted_bytes + recorded.most_live_bytes - other_bytes
         taken_bytes = max(recorded.most_taken_bytes - other_bytes, live_bytes)
         return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)

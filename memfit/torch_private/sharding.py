@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.torch_private.tensors import contiguous_strides
+from memfit.torch_private.tensors import contiguous_strides, storage_key
 
 _IDLE = ("unshard", "reshard", "pre_backward", "post_backward", "finalize_backward")
 _OURS = ("pre_forward", "post_forward", "wait_for_unshard")
@@ -37,6 +37,14 @@ def is_of_first_fsdp(parameter: torch.Tensor | None) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor; another tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """Return the key of the storage of a tensor, of this rank's part if it is sharded; 0 if it has none."""
+    try:
+        return storage_key(local(tensor))
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers have no storage
+        return 0
 
 
 def whole_part(tensor: Any) -> torch.Tensor:
