@@ -6,8 +6,10 @@ write to nothing and draw nothing, so that they are measured, and computed again
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from memfit.errors import BY_CHECKPOINT, NotOneGraphError
 from memfit.graph import Phase, Role
 from memfit.torch_private.tensors import bare_overload, draws, tree_flatten, tree_unflatten
 
+_log = logging.getLogger("memfit")
 # Others may have effects, or take as long as numbers say (`while_loop`): ops are measured on noise.
 _KNOWN = (
     "associative_scan",
@@ -82,6 +85,8 @@ def enter(trace: Trace, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any
         why = "whose code draws random numbers"
     if why:
         raise NotOneGraphError(f"{module or 'the model'} calls {name}, {why}: {BY_CHECKPOINT}")
+    if name == "flex_attention":
+        _tell_of_scores()
     used = {id(fake) for fake in _used(node, returned)}
     buffers = zip(args[12], returned[3], strict=True) if name == "flex_attention_backward" else ()
     trained = {id(buffer) for buffer, gradient in buffers if id(gradient) in used}
@@ -103,6 +108,14 @@ def enter(trace: Trace, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any
     call = TracedCall.of(name, target, given, made=made, phase=phase, module=module)
     trace.calls.append(replace(call, results=tuple(results)))
     return tree_unflatten(entry.outputs, shape)
+
+
+@cache
+def _tell_of_scores() -> None:
+    _log.warning(
+        "memfit: flex attention runs with the kernels that eager calls, which make the whole matrix of scores; for the "
+        "fused kernel train under memfit.checkpoint, and call torch.compile(flex_attention) in the model"
+    )
 
 
 def _draws(leaf: Any) -> bool:
