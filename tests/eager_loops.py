@@ -43,7 +43,7 @@ class Trained:
         return [each.detach().clone() for each in (*self.model.parameters(), *self.model.buffers())]
 
 
-def compared(
+def checked(
     make: Callable[[], nn.Module],
     loss: Callable[[nn.Module, int], torch.Tensor],
     share: float,

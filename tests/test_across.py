@@ -310,7 +310,7 @@ def test_overlap_makes_another_order_of_the_same_instructions() -> None:
 def test_two_ranks_take_what_was_planned_before_they_were_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _require_predicted(2, tmp_path, monkeypatch, absent_steps.FEW)
+    _check_predicted(2, tmp_path, monkeypatch, absent_steps.FEW)
 
 
 @pytest.mark.slow
@@ -318,10 +318,10 @@ def test_two_ranks_take_what_was_planned_before_they_were_there(
 def test_ranks_take_what_was_planned_before_they_were_there(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _require_predicted(ranks, tmp_path, monkeypatch, tuple(absent_steps.MAKERS))
+    _check_predicted(ranks, tmp_path, monkeypatch, tuple(absent_steps.MAKERS))
 
 
-def _require_predicted(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+def _check_predicted(ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
     monkeypatch.setenv(absent_steps.FOLDER, str(folder))
     absent_steps.plan_all(ranks, folder, names)
     meeting = folder / "ranks"

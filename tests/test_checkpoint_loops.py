@@ -81,7 +81,7 @@ def run(
     return [*found, *states, *(each.clone() for each in loop.extra), torch.get_rng_state()], peaks
 
 
-def require_same(make: Callable[[], Loop], share: float = 0.7) -> None:
+def check_same(make: Callable[[], Loop], share: float = 0.7) -> None:
     bare, peaks = run(make, None)
     budget = int(share * max(peaks[2:]))
     held, taken = run(make, budget)
@@ -170,7 +170,7 @@ def new_mask(layer: Any, number: int) -> None:
 def test_what_the_loop_sets_before_backward_does_not_reach_the_second_forward_pass(
     set_before: Any, set_after: Any
 ) -> None:
-    require_same(between(set_before, set_after))
+    check_same(between(set_before, set_after))
 
 
 def test_a_large_buffer_that_is_written_late_is_refused_by_name() -> None:
@@ -216,7 +216,7 @@ def test_hooks_that_are_removed_before_backward_run_in_the_second_forward_pass()
 
         return Loop([model], step)
 
-    require_same(make)
+    check_same(make)
 
 
 # -- what is around the forward pass alone
@@ -303,7 +303,7 @@ def test_what_is_around_the_forward_pass_alone_is_around_the_second_one(
 
         return Loop([model], step)
 
-    require_same(make, share)
+    check_same(make, share)
 
 
 def test_other_weights_for_one_call() -> None:
@@ -318,7 +318,7 @@ def test_other_weights_for_one_call() -> None:
 
         return Loop([model], step)
 
-    require_same(make)
+    check_same(make)
 
 
 class Masked(Mlp):
@@ -367,7 +367,7 @@ def test_blocks_that_change_in_some_steps_only() -> None:
         optimizer = adam(model)
         return Loop([model], lambda n: [update(optimizer, functional.cross_entropy(model(rows(n)[0]), rows(n)[1]))])
 
-    require_same(make)
+    check_same(make)
 
 
 class Remembers(Mlp):
@@ -497,7 +497,7 @@ def nothing(_layer: Any, _number: int) -> None:
     ],
 )
 def test_what_version_counters_do_not_show(kind: Any, set_before: Any, set_after: Any) -> None:
-    require_same(between(set_before, set_after, kind), 0.8)
+    check_same(between(set_before, set_after, kind), 0.8)
 
 
 def test_arguments_by_names_that_checkpoints_have_reach_the_block() -> None:
@@ -517,7 +517,7 @@ def test_arguments_by_names_that_checkpoints_have_reach_the_block() -> None:
         optimizer = adam(model)
         return Loop([model], lambda n: [update(optimizer, functional.cross_entropy(model(rows(n)[0]), rows(n)[1]))])
 
-    require_same(make)
+    check_same(make)
 
 
 def test_a_handle_that_is_never_closed_does_not_keep_the_model() -> None:
@@ -547,7 +547,7 @@ def test_layers_that_are_unfrozen_one_by_one_have_plans_of_their_own() -> None:
 
         return Loop([model], step)
 
-    require_same(make)
+    check_same(make)
 
 
 def test_two_handles_hold_a_budget_together() -> None:
@@ -566,7 +566,7 @@ def test_two_handles_hold_a_budget_together() -> None:
 
         return Loop([maker, judge], step)
 
-    require_same(make, 0.75)
+    check_same(make, 0.75)
 
 
 def test_updates_of_another_model_are_not_missed_calls(caplog: pytest.LogCaptureFixture) -> None:
@@ -596,7 +596,7 @@ def test_blocks_that_are_replaced_and_added_are_steered() -> None:
 
         return Loop([model], step)
 
-    require_same(make, 0.8)
+    check_same(make, 0.8)
 
 
 def test_a_layer_that_is_replaced_with_its_gradient_takes_no_memory_and_changes_no_kind_of_step() -> None:
@@ -632,7 +632,7 @@ def test_lazy_parameters_are_made_by_the_first_call() -> None:
 
         return Loop([model], step)
 
-    require_same(make, 0.7)
+    check_same(make, 0.7)
 
 
 def test_errors_of_the_first_forward_pass_are_the_users() -> None:
@@ -684,7 +684,7 @@ def test_blocks_may_differentiate(name: str) -> None:
 
         return Loop([model], step)
 
-    require_same(make, share)
+    check_same(make, share)
 
 
 class Aside(Mlp):

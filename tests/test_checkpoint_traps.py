@@ -43,7 +43,7 @@ def net(block: Callable[[], torch.nn.Module], count: int = 4) -> Callable[[], Ne
     return make
 
 
-def same_as_bare(make: Callable[[], Any], data: Callable[[int], Any] = rows, share: float = 0.75) -> Any:
+def check_same_as_bare(make: Callable[[], Any], data: Callable[[int], Any] = rows, share: float = 0.75) -> Any:
     """Train bare and within a share of the peak; return the handle."""
     gc.collect()
     wanted = train(make(), data)
@@ -149,7 +149,7 @@ class LimitsNorms(Mlp):
 )
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.0])
 def test_bits_are_those_of_the_bare_loop(block: type[Mlp], share: float) -> None:
-    same_as_bare(net(lambda: block(64)), share=share or 1e-6)
+    check_same_as_bare(net(lambda: block(64)), share=share or 1e-6)
 
 
 class Decays(Mlp):
@@ -184,14 +184,14 @@ def reaching(factor: Any) -> Callable[[], Net]:
 @pytest.mark.parametrize("factor", checkpoint_reaching.HELD)
 @pytest.mark.parametrize("share", [0.8, 0.0])
 def test_python_state_that_a_block_changes_is_held_for_its_second_forward_pass(factor: Any, share: float) -> None:
-    same_as_bare(reaching(factor), share=share or 1e-6)
+    check_same_as_bare(reaching(factor), share=share or 1e-6)
 
 
 @pytest.mark.parametrize("factor", checkpoint_reaching.REFUSED)
 def test_an_iterator_that_a_block_advances_and_that_cannot_be_set_back_is_refused(factor: Any) -> None:
     name = checkpoint_reaching.REFUSED[factor]
     with pytest.raises(UnsupportedStepError, match=rf"block '.*' takes values from .*{name}, an iterator"):
-        same_as_bare(reaching(factor))
+        check_same_as_bare(reaching(factor))
 
 
 class Memory:
@@ -246,7 +246,7 @@ class Remembering(Net):
 def test_what_a_block_is_given_and_changes_is_held_for_its_second_forward_pass(
     kind: Callable[[], Any], key: Any, detached: bool, shared: bool, share: float
 ) -> None:
-    same_as_bare(lambda: Remembering(kind, key, detached=detached, shared=shared), share=share or 1e-6)
+    check_same_as_bare(lambda: Remembering(kind, key, detached=detached, shared=shared), share=share or 1e-6)
 
 
 class Memoizes(torch.nn.Module):
@@ -273,7 +273,7 @@ def test_what_a_block_keeps_by_a_new_key_is_held_for_its_second_forward_pass(sha
         torch.manual_seed(0)
         return Net([Memoizes() for _ in range(5)], torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
 
-    same_as_bare(make, share=share or 1e-6)
+    check_same_as_bare(make, share=share or 1e-6)
 
 
 class Hidden(torch.nn.Module):
@@ -325,14 +325,14 @@ def with_stem(block: Callable[[], torch.nn.Module]) -> Callable[[], Net]:
 @pytest.mark.parametrize("share", [0.85, 0.6, 0.0])
 @pytest.mark.parametrize("block", [TwoDropouts, Counts, Branches, Mlp])
 def test_bits_with_a_stem_and_a_head_beside_the_blocks(block: type[Mlp], share: float) -> None:
-    handle = same_as_bare(with_stem(lambda: block(64)), share=share or 1e-6)
+    handle = check_same_as_bare(with_stem(lambda: block(64)), share=share or 1e-6)
     (size,) = handle.report().sizes
     assert {"before", "after"} <= size.planned.rules.keys()
     assert share or size.planned.rules["before"] != "none"
 
 
 def test_a_stem_that_writes_to_its_input_stays_as_it_is() -> None:
-    handle = same_as_bare(with_stem(AddsToInput), share=0.5)
+    handle = check_same_as_bare(with_stem(AddsToInput), share=0.5)
     (size,) = handle.report().sizes
     assert size.planned.rules["after"] == "none"
     (call,) = [
@@ -369,7 +369,7 @@ def test_each_storage_that_may_be_kept_gives_the_same_bits(block: type[Mlp]) -> 
 
 
 def test_statistics_of_batch_normalization_are_written_once() -> None:
-    handle = same_as_bare(convs, images, share=1e-6)
+    handle = check_same_as_bare(convs, images, share=1e-6)
     assert handle is not None
 
 
@@ -551,7 +551,7 @@ class WritesTwo(Mlp):
 
 def test_a_call_that_writes_to_several_tensors_is_right() -> None:
     for share in (0.9, 0.75, 0.6):
-        same_as_bare(net(lambda: WritesTwo(64)), share=share)
+        check_same_as_bare(net(lambda: WritesTwo(64)), share=share)
 
 
 def test_noise_that_autograd_saves_before_it_is_drawn_is_refused() -> None:
@@ -666,7 +666,7 @@ def test_a_reentrant_checkpoint_in_a_block_is_refused_by_name() -> None:
 
 
 def test_other_checkpoints_in_a_block_stay() -> None:
-    same_as_bare(net(lambda: NotReentrant(64)), share=0.9)
+    check_same_as_bare(net(lambda: NotReentrant(64)), share=0.9)
 
 
 def keeps_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

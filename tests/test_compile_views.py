@@ -102,7 +102,7 @@ VIEWS: dict[str, Views] = {
 }
 
 
-def require_eagers_gradients(model: nn.Module, call: Callable[[Any], torch.Tensor], **options: Any) -> None:
+def check_eagers_gradients(model: nn.Module, call: Callable[[Any], torch.Tensor], **options: Any) -> None:
     eager = copy.deepcopy(model)
     memfit.compile(model, reserve=0, **options)
     results: list[torch.Tensor] = []
@@ -122,7 +122,7 @@ def test_views_of_dropouts_result_keep_it(views: str, probability: float) -> Non
     torch.manual_seed(0)
     inputs = torch.randn(16, 8, WIDTH)
     model = Dropped(VIEWS[views], probability)
-    require_eagers_gradients(model, lambda each: each(inputs).square().mean(), budget="256MiB", planner="none")
+    check_eagers_gradients(model, lambda each: each(inputs).square().mean(), budget="256MiB", planner="none")
 
 
 def bert() -> Any:
@@ -174,7 +174,7 @@ def test_transformers_have_eagers_gradients_with_dropout(make: Callable[[], Any]
     batch: dict[str, Any] = {"input_ids": words, "labels": words}
     if make is swin:
         batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
-    require_eagers_gradients(model, lambda each: each(**batch).loss, budget="256MiB", planner="none")
+    check_eagers_gradients(model, lambda each: each(**batch).loss, budget="256MiB", planner="none")
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

@@ -46,7 +46,7 @@ def trained(
     return losses, [each.detach() for each in model.parameters()], block.report()
 
 
-def same_within(
+def check_same_within(
     step: Step, share: float, optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum, *, again: bool = True
 ) -> None:
     """Compare a loop with and without a budget, bit by bit."""
@@ -135,7 +135,7 @@ def test_the_mode_is_off_in_backward_and_in_updates(monkeypatch: pytest.MonkeyPa
         return unpack(self, saved)
 
     monkeypatch.setattr(Contents, "unpack", looks)
-    same_within(looking, 0.6, lambda model: LooksToo(model.parameters(), lr=0.01))
+    check_same_within(looking, 0.6, lambda model: LooksToo(model.parameters(), lr=0.01))
     assert seen and not any(seen)
     assert Looks.found == [False] * 2 * STEPS + [True] * STEPS  # what its code writes to is seen
     assert LooksToo.found == [False] * 2 * STEPS + [True] + [False] * (STEPS - 1)  # the first update of a class is seen
@@ -164,7 +164,7 @@ def test_the_mode_stays_on_where_hooks_of_parameters_may_write() -> None:
         next(iter(model.parameters())).register_hook(lambda gradient: gradient * 0.5)
         return LooksToo(model.parameters(), lr=0.01)
 
-    same_within(looking, 0.6, optimizer)
+    check_same_within(looking, 0.6, optimizer)
     assert Looks.found[-STEPS:] == [True] * STEPS
 
 
@@ -214,7 +214,7 @@ def test_parameters_that_are_updated_in_backward() -> None:
             each.register_post_accumulate_grad_hook(update)
         return whole
 
-    same_within(plain, 0.7, optimizer)
+    check_same_within(plain, 0.7, optimizer)
 
 
 def test_an_update_in_a_hook_of_a_result() -> None:
@@ -239,7 +239,7 @@ def test_an_update_in_a_hook_of_a_result() -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    same_within(step, 0.75)
+    check_same_within(step, 0.75)
 
 
 def test_a_closure_that_trains_inside_of_the_update() -> None:
@@ -255,7 +255,7 @@ def test_a_closure_that_trains_inside_of_the_update() -> None:
         loss: Any = optimizer.step(closure)  # type: ignore[arg-type]
         return loss.item()
 
-    same_within(step, 0.7, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+    check_same_within(step, 0.7, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -270,7 +270,7 @@ def test_checkpoints_that_run_forward_again(use_reentrant: bool) -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    same_within(step, 0.8)
+    check_same_within(step, 0.8)
 
 
 def test_gradients_of_gradients_and_a_second_backward() -> None:
@@ -285,7 +285,7 @@ def test_gradients_of_gradients_and_a_second_backward() -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    same_within(step, 0.8)
+    check_same_within(step, 0.8)
 
 
 def test_an_update_while_another_graph_lives() -> None:
@@ -304,7 +304,7 @@ def test_an_update_while_another_graph_lives() -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    same_within(step, 0.7)
+    check_same_within(step, 0.7)
 
 
 def test_gradients_that_are_added_up_and_read_in_forward() -> None:
@@ -319,7 +319,7 @@ def test_gradients_that_are_added_up_and_read_in_forward() -> None:
         optimizer.zero_grad(set_to_none=False)
         return loss.item() + other.item()
 
-    same_within(step, 0.7)
+    check_same_within(step, 0.7)
 
 
 @pytest.mark.parametrize("where", ["backward", "update"])
@@ -344,7 +344,7 @@ def test_an_error_inside_and_the_steps_after_it(where: str) -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    same_within(step, 0.6, lambda model: LooksToo(model.parameters(), lr=0.01))
+    check_same_within(step, 0.6, lambda model: LooksToo(model.parameters(), lr=0.01))
 
 
 class Takes(torch.autograd.Function):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, mlp_loss
+from eager_loops import CPU, Trained, checked, convolutions, images_loss, mlp, mlp_loss
 from torch import nn
 
 import memfit
@@ -35,7 +35,7 @@ def test_nothing_is_noted_while_memory_is_plentiful() -> None:
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_a_calm_loop_that_grows_stays_within_the_budget(share: float) -> None:
-    report = compared(mlp, small_then_large, share, steps=11, largest=5)
+    report = checked(mlp, small_then_large, share, steps=11, largest=5)
     assert report.made_again > 0
 
 
@@ -46,7 +46,7 @@ def test_it_grows_while_other_hooks_are_on() -> None:
             hidden = model[:4](hidden)  # type: ignore[index]
         return model[4:](hidden).square().mean()  # type: ignore[index]
 
-    report = compared(mlp, loss, 0.85, steps=8, largest=5)
+    report = checked(mlp, loss, 0.85, steps=8, largest=5)
     assert report.made_again > 0
     assert default_saved_hooks() is None
 
@@ -58,7 +58,7 @@ def test_it_grows_in_evaluation() -> None:
                 mlp_loss(model, number)
         return small_then_large(model, number)
 
-    assert compared(mlp, loss, 0.7, steps=8, largest=5).made_again > 0
+    assert checked(mlp, loss, 0.7, steps=8, largest=5).made_again > 0
 
 
 def test_batch_normalization_and_dropout_that_grow() -> None:
@@ -70,7 +70,7 @@ def test_batch_normalization_and_dropout_that_grow() -> None:
         batch = 32 if number in (0, 4, 5) else 1
         return nn.functional.cross_entropy(model(torch.randn(batch, 3, 16, 16)), torch.randint(0, 4, (batch,)))
 
-    assert compared(make_layers, loss, 0.7, steps=7).made_again > 0
+    assert checked(make_layers, loss, 0.7, steps=7).made_again > 0
 
 
 def test_a_graph_that_outlives_its_pass_is_noted_on() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_models import cross_entropy, pairs, rows
-from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, mlp_loss
+from eager_loops import CPU, Trained, checked, convolutions, images_loss, mlp, mlp_loss
 from torch import nn
 
 import memfit
@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], torch
 @pytest.mark.parametrize("share", [1.5, 0.85, 0.7])
 @pytest.mark.parametrize("case", CASES)
 def test_the_loop_has_its_bits_within_the_budget(case: str, share: float) -> None:
-    report = compared(*CASES[case], share)
+    report = checked(*CASES[case], share)
     assert (report.made_again > 0) == (share < 1) or report.peak_bytes < report.budget_bytes
 
 
@@ -113,7 +113,7 @@ def test_autocast() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(torch.randn(2048, 64)).float().square().mean()
 
-    assert compared(mlp, loss, 0.6).made_again > 0
+    assert checked(mlp, loss, 0.6).made_again > 0
 
 
 def test_a_generator_of_the_users_own_is_replayed() -> None:
@@ -125,7 +125,7 @@ def test_a_generator_of_the_users_own_is_replayed() -> None:
         noisy = hidden * torch.empty_like(hidden).bernoulli_(0.5, generator=generator)
         return model[8:](noisy).square().mean()  # type: ignore[index]
 
-    assert compared(mlp, loss, 0.6).made_again > 0
+    assert checked(mlp, loss, 0.6).made_again > 0
 
 
 def test_what_code_holds_stays_and_can_be_read_anyhow() -> None:
@@ -138,7 +138,7 @@ def test_what_code_holds_stays_and_can_be_read_anyhow() -> None:
         read = sum(float(each.detach().numpy()[-1, -1]) + each.tolist()[0][0] for each in held[::4])
         return hidden.square().mean() * (1 + read / 64)
 
-    compared(mlp, loss, 1.0)
+    checked(mlp, loss, 1.0)
 
 
 def test_checkpoints_of_torch_inside() -> None:
@@ -150,7 +150,7 @@ def test_checkpoints_of_torch_inside() -> None:
             hidden = checkpoint(model[start : start + 4], hidden, use_reentrant=False)  # type: ignore[index]
         return model[16](hidden).square().mean()  # type: ignore[index]
 
-    compared(mlp, loss, 0.9)
+    checked(mlp, loss, 0.9)
 
 
 def test_a_second_backward_and_gradients_of_gradients() -> None:
@@ -161,7 +161,7 @@ def test_a_second_backward_and_gradients_of_gradients() -> None:
         (gradient,) = torch.autograd.grad(out, x, create_graph=True)
         return out + gradient.square().sum()
 
-    compared(mlp, loss, 0.8)
+    checked(mlp, loss, 0.8)
 
 
 def test_kernels_that_autocast_casts_inside() -> None:
@@ -178,8 +178,8 @@ def test_kernels_that_autocast_casts_inside() -> None:
                     hidden = layer(hidden)
             return nn.functional.cross_entropy(hidden.float(), labels)
 
-    assert compared(pairs, loss, 0.7).made_again > 0
-    compared(pairs, loss_inside, 1.0)
+    assert checked(pairs, loss, 0.7).made_again > 0
+    checked(pairs, loss_inside, 1.0)
 
 
 def test_accumulation_and_evaluation_between() -> None:
@@ -215,7 +215,7 @@ def test_a_function_of_the_users_own() -> None:
             hidden = Cube.apply(layer(hidden)) * 0.1
         return hidden.square().mean()
 
-    assert compared(mlp, loss, 0.6).made_again > 0
+    assert checked(mlp, loss, 0.6).made_again > 0
 
 
 def test_what_was_written_to_after_it_was_saved_is_refused_as_ever() -> None:
@@ -387,7 +387,7 @@ def test_what_was_let_go_and_is_saved_again() -> None:
         return model(torch.randn(40, 32, 32))[0].square().mean()
 
     for make in (lambda: nn.GRU(32, 64, 2, dropout=0.2), lambda: nn.RNN(32, 64, 2)):
-        compared(make, loss, 0.9)
+        checked(make, loss, 0.9)
 
 
 def test_contents_that_others_wrote_are_kept_or_refused() -> None:
@@ -443,7 +443,7 @@ def test_a_generator_that_is_given_by_position() -> None:
         noisy = hidden * torch.poisson(torch.ones(2048, 64), generator=generator)
         return model[8:](noisy).square().mean() + torch.poisson(torch.ones(4), generator=generator).sum()  # type: ignore[index]
 
-    assert compared(mlp, loss, 0.6).made_again > 0
+    assert checked(mlp, loss, 0.6).made_again > 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_loops import CPU, Trained, compared, convolutions, mlp, mlp_loss
+from eager_loops import CPU, Trained, checked, convolutions, mlp, mlp_loss
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard
@@ -122,7 +122,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tenso
 @pytest.mark.parametrize("name", LOOPS)
 def test_an_odd_loop_has_its_bits(name: str) -> None:
     make, loss, share = LOOPS[name]
-    assert compared(make, loss, share, steps=4).made_again > 0
+    assert checked(make, loss, share, steps=4).made_again > 0
 
 
 def test_a_thread_that_trains_beside() -> None:
@@ -218,7 +218,7 @@ def losses_on_the_way(model: Any, number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
 def test_storages_that_kernels_leave_partly_unwritten(share: float) -> None:
-    compared(mlp, losses_on_the_way, share, steps=2)
+    checked(mlp, losses_on_the_way, share, steps=2)
 
 
 def test_contents_in_another_order_have_another_checksum() -> None:
@@ -294,6 +294,6 @@ def test_parameters_that_one_rank_has_all_of_are_restored_by_copies(tmp_path: Pa
         return fully_shard(model, mesh=mesh)
 
     try:
-        assert compared(make, mlp_loss, 0.7, steps=4).made_again > 0
+        assert checked(make, mlp_loss, 0.7, steps=4).made_again > 0
     finally:
         torch.distributed.destroy_process_group()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eager_loops import CPU, Trained, compared, convolutions, images_loss, mlp, mlp_loss
+from eager_loops import CPU, Trained, checked, convolutions, images_loss, mlp, mlp_loss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -172,7 +172,7 @@ def test_copies_to_the_host_have_the_bits_within_both_budgets(case: str, tmp_pat
     make, loss, share = CASES[case]
     files: list[int] = []
     options: dict[str, Any] = {"host_budget": "3MiB", "host_dir": tmp_path}
-    report = compared(make, loss, share, after=lambda _: files.extend(open_files(tmp_path)), **options)
+    report = checked(make, loss, share, after=lambda _: files.extend(open_files(tmp_path)), **options)
     assert len(files) == 3 and max(files) <= 3 << 20
     assert report.to_device_bytes > 0 and report.to_host_bytes > 0
     assert is_closed(tmp_path)
@@ -182,14 +182,14 @@ def test_copies_to_the_host_have_the_bits_within_both_budgets(case: str, tmp_pat
 @pytest.mark.parametrize("case", ["mlp", "dropout", "views", "a function of the user's own"])
 def test_slow_copies_are_made_only_of_what_no_call_makes_again(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copies_cost(monkeypatch, 1e9)
-    report = compared(*CASES[case][:2], 0.75, host_budget="16MiB")
+    report = checked(*CASES[case][:2], 0.75, host_budget="16MiB")
     assert report.made_again > 0
     assert (report.to_host_bytes > 0) == (CASES[case][0] is foreign)
 
 
 def test_the_host_is_too_small() -> None:
     """What does not fit there is dropped; what cannot be is named."""
-    report = compared(mlp, mlp_loss, 0.7, host_budget=BLOCK_BYTES)
+    report = checked(mlp, mlp_loss, 0.7, host_budget=BLOCK_BYTES)
     assert report.made_again > 0 and report.to_host_bytes == 0
     torch.manual_seed(0)
     model = foreign()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from eager_loops import CPU, Trained, compared, mlp
+from eager_loops import CPU, Trained, checked, mlp
 from torch import nn
 
 import memfit
@@ -164,7 +164,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, int], torch.Tenso
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_the_budget_holds_for_memory_that_is_not_announced(name: str) -> None:
     make, loss, share = LOOPS[name]
-    compared(make, loss, share, steps=2)
+    checked(make, loss, share, steps=2)
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_a_recurrent_layer_is_never_made_again() -> None:
     def loss(model: nn.Module, _number: int) -> torch.Tensor:
         return model(torch.randn(16, 16, 32)).square().mean()
 
-    assert compared(Recurrent, loss, 0.85, steps=2).made_again > 0
+    assert checked(Recurrent, loss, 0.85, steps=2).made_again > 0
 
 
 def test_a_call_of_a_calm_pass_is_stopped_too() -> None:

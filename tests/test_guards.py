@@ -85,7 +85,7 @@ def convolutions() -> nn.Module:
 Change = Callable[[Case], object]
 
 
-def follow(
+def check_followed(
     make: Callable[[], Case],
     change: Change,
     *,
@@ -167,24 +167,24 @@ def test_channels_last_after_fit() -> None:
     def change(own: Case) -> None:
         own.model.to(memory_format=torch.channels_last)
 
-    planned = follow(lambda: case(convolutions()), change, make_batch=image_batch)
+    planned = check_followed(lambda: case(convolutions()), change, make_batch=image_batch)
     assert len(planned.plans) == 2
 
 
 def test_parameters_that_become_views_of_one_tensor() -> None:
-    assert len(follow(case, _flatten, back=_unflatten).plans) == 2
+    assert len(check_followed(case, _flatten, back=_unflatten).plans) == 2
 
 
 def test_parameters_that_were_views_of_one_tensor() -> None:
-    assert len(follow(case, _unflatten, start=_flatten).plans) == 2
+    assert len(check_followed(case, _unflatten, start=_flatten).plans) == 2
 
 
 def test_a_parameter_of_other_strides() -> None:
-    assert len(follow(case, _transposed).plans) == 2
+    assert len(check_followed(case, _transposed).plans) == 2
 
 
 def test_a_parameter_with_other_memory_needs_no_new_plan() -> None:
-    assert len(follow(case, _unflatten).plans) == 1
+    assert len(check_followed(case, _unflatten).plans) == 1
 
 
 # --- the optimizer's groups
@@ -275,12 +275,12 @@ def test_add_param_group() -> None:
         own.model[3].requires_grad_(True)
         change(own)
 
-    assert len(follow(make, thaw).plans) == 2
+    assert len(check_followed(make, thaw).plans) == 2
 
 
 @pytest.mark.parametrize("change", list(GROUP_CHANGES))
 def test_groups_that_change(change: str) -> None:
-    follow(lambda: case(optimizer=_two_groups), GROUP_CHANGES[change])
+    check_followed(lambda: case(optimizer=_two_groups), GROUP_CHANGES[change])
 
 
 def test_a_hook_on_the_optimizer() -> None:
@@ -289,7 +289,7 @@ def test_a_hook_on_the_optimizer() -> None:
             for parameter in group["params"]:
                 parameter.grad.mul_(0.5)
 
-    follow(case, lambda own: own.optimizer.register_step_pre_hook(halve))
+    check_followed(case, lambda own: own.optimizer.register_step_pre_hook(halve))
 
 
 # --- modules, parameters and buffers
@@ -319,24 +319,24 @@ def test_a_module_that_is_replaced_is_let_go() -> None:
         old.append(weakref.ref(own.model[3]))
         _replace_layer(own)
 
-    follow(case, change)
+    check_followed(case, change)
     gc.collect()
     assert [reference() for reference in old] == [None, None]
 
 
 def test_weights_that_are_tied_later() -> None:
-    follow(_squares, _tie)
-    follow(_squares, _tie_memory)
+    check_followed(_squares, _tie)
+    check_followed(_squares, _tie_memory)
 
 
 def test_a_module_that_is_added_and_a_parameter_that_gets_a_formula() -> None:
-    follow(case, lambda own: own.model.append(nn.Tanh()))
+    check_followed(case, lambda own: own.model.append(nn.Tanh()))
 
     class Doubled(nn.Module):
         def forward(self, weight: torch.Tensor) -> torch.Tensor:
             return 2 * weight
 
-    follow(case, lambda own: parametrize.register_parametrization(own.model[0], "weight", Doubled()))
+    check_followed(case, lambda own: parametrize.register_parametrization(own.model[0], "weight", Doubled()))
 
 
 def test_hooks_that_are_added_and_removed() -> None:
@@ -348,11 +348,11 @@ def test_hooks_that_are_added_and_removed() -> None:
     def back(_own: Case) -> None:
         handles.pop().remove()
 
-    follow(case, change)
-    follow(case, back, start=change)
-    follow(case, change, start=lambda own: own.model[0].weight.register_hook(torch.neg).remove())
+    check_followed(case, change)
+    check_followed(case, back, start=change)
+    check_followed(case, change, start=lambda own: own.model[0].weight.register_hook(torch.neg).remove())
 
-    follow(case, lambda own: own.model[0].register_forward_hook(lambda _m, _i, output: output * 2))
+    check_followed(case, lambda own: own.model[0].register_forward_hook(lambda _m, _i, output: output * 2))
 
 
 def test_double_is_planned_again_within_the_same_budget() -> None:
@@ -363,7 +363,7 @@ def test_double_is_planned_again_within_the_same_budget() -> None:
     def words() -> Any:
         return torch.randint(0, 30, (16, 4)), torch.randint(0, 4, (16,))
 
-    planned = follow(make, lambda own: own.model.double(), make_batch=words)
+    planned = check_followed(make, lambda own: own.model.double(), make_batch=words)
     assert len(planned.plans) == 2
     own = make()
     step = memfit.fit(own.model, own.loss, words(), optimizer=own.optimizer, budget="100%", planner="none")
@@ -389,7 +389,7 @@ def test_a_buffer_that_is_replaced_between_steps() -> None:
     def change(own: Case) -> None:
         own.model.mean = torch.arange(4.0)
 
-    planned = follow(lambda: case(Averaging()), change)
+    planned = check_followed(lambda: case(Averaging()), change)
     assert len(planned.plans) == 1
 
 
@@ -458,7 +458,7 @@ ATTRIBUTE_CHANGES: dict[str, tuple[Change, Change]] = {
 @pytest.mark.parametrize("name", list(ATTRIBUTE_CHANGES))
 def test_an_attribute_that_changes(name: str) -> None:
     change, back = ATTRIBUTE_CHANGES[name]
-    planned = follow(lambda: case(Settings()), change, back=back)
+    planned = check_followed(lambda: case(Settings()), change, back=back)
     assert len(planned.plans) == 2
     Settings.shift = 0.0
 
@@ -467,13 +467,13 @@ def test_a_tensor_attribute_that_is_replaced_is_read_anew() -> None:
     def change(own: Case) -> None:
         own.model.offset = torch.arange(4.0)
 
-    planned = follow(lambda: case(Settings()), change)
+    planned = check_followed(lambda: case(Settings()), change)
     assert len(planned.plans) == 1
 
     def longer(own: Case) -> None:
         own.model.offset = torch.ones(32, 4)
 
-    assert len(follow(lambda: case(Settings()), longer).plans) == 2
+    assert len(check_followed(lambda: case(Settings()), longer).plans) == 2
 
 
 def test_a_tensor_that_is_replaced_while_another_plan_runs() -> None:
@@ -484,7 +484,7 @@ def test_a_tensor_that_is_replaced_while_another_plan_runs() -> None:
     def back(own: Case) -> None:
         own.model.temperature = 1.0
 
-    follow(lambda: case(Settings()), change, back=back)
+    check_followed(lambda: case(Settings()), change, back=back)
 
 
 def test_what_forward_does_not_read_may_change_in_every_step() -> None:
@@ -493,7 +493,7 @@ def test_what_forward_does_not_read_may_change_in_every_step() -> None:
         own.model.calls = 7
         own.model.inner[0].note = "new"
 
-    planned = follow(lambda: case(Settings()), change, back=change)
+    planned = check_followed(lambda: case(Settings()), change, back=change)
     assert len(planned.plans) == 1
 
 
@@ -521,7 +521,7 @@ class Mapped(nn.Module):
 
 
 def test_an_object_with_a_way_of_its_own_to_attributes() -> None:
-    follow(
+    check_followed(
         lambda: case(Mapped()),
         lambda own: setattr(own.model.config, "width", 2.0),
         back=lambda own: setattr(own.model.config, "width", 1.0),
@@ -566,7 +566,7 @@ def test_a_forward_that_is_replaced() -> None:
         model = own.model
         model.forward = lambda inputs: model.inner(inputs) * 5
 
-    follow(lambda: case(Settings()), change, back=lambda own: delattr(own.model, "forward"))
+    check_followed(lambda: case(Settings()), change, back=lambda own: delattr(own.model, "forward"))
 
 
 def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +582,7 @@ def test_a_method_of_the_class_that_is_replaced(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(Settings, "forward", original)
         return case(Settings())
 
-    follow(make, change)
+    check_followed(make, change)
 
 
 def test_a_module_that_is_given_another_class() -> None:
@@ -593,7 +593,7 @@ def test_a_module_that_is_given_another_class() -> None:
     def change(own: Case) -> None:
         own.model.__class__ = Other
 
-    follow(lambda: case(Settings()), change, back=lambda own: setattr(own.model, "__class__", Settings))
+    check_followed(lambda: case(Settings()), change, back=lambda own: setattr(own.model, "__class__", Settings))
 
 
 # --- what the loss reads
@@ -620,7 +620,7 @@ def _set_global(name: str, value: Any) -> Change:
 
 
 def test_a_global_number_that_a_helper_reads() -> None:
-    planned = follow(lambda: case(loss=global_loss), _set_global("SCALE", 2.0), back=_set_global("SCALE", 1.0))
+    planned = check_followed(lambda: case(loss=global_loss), _set_global("SCALE", 2.0), back=_set_global("SCALE", 1.0))
     assert len(planned.plans) == 2
 
 
@@ -631,8 +631,8 @@ def test_containers_and_classes_among_the_globals() -> None:
     def back(_own: Case) -> None:
         SETTINGS["weights"][0] = 1.0
 
-    follow(lambda: case(loss=settings_loss), change, back=back, start=back)
-    follow(
+    check_followed(lambda: case(loss=settings_loss), change, back=back, start=back)
+    check_followed(
         lambda: case(loss=settings_loss),
         lambda _own: setattr(Config, "temperature", 2.0),
         back=lambda _own: setattr(Config, "temperature", 1.0),
@@ -659,7 +659,7 @@ def test_the_globals_of_another_file(loss: Any, monkeypatch: pytest.MonkeyPatch)
     def set_scale(scale: float) -> Change:
         return lambda _own: setattr(OWN_FILE, "scale", scale)
 
-    follow(lambda: case(loss=loss), set_scale(2.0), back=set_scale(1.0), start=set_scale(1.0))
+    check_followed(lambda: case(loss=loss), set_scale(2.0), back=set_scale(1.0), start=set_scale(1.0))
 
 
 class _OfNoFile:
@@ -691,12 +691,12 @@ def test_the_defaults_and_the_arguments_of_a_partial_loss() -> None:
     def make() -> Case:
         return case(loss=partial(default_loss, weight=1.0))
 
-    follow(make, lambda own: own.loss.keywords.__setitem__("weight", 2.0))
+    check_followed(make, lambda own: own.loss.keywords.__setitem__("weight", 2.0))
 
     def set_default(value: float) -> Change:
         return lambda _own: setattr(default_loss, "__defaults__", (value,))
 
-    follow(lambda: case(loss=default_loss), set_default(2.0), back=set_default(1.0), start=set_default(1.0))
+    check_followed(lambda: case(loss=default_loss), set_default(2.0), back=set_default(1.0), start=set_default(1.0))
 
 
 def _with_closure(value: Any, use: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> Case:
@@ -719,7 +719,7 @@ def test_a_number_in_the_closure() -> None:
     def make() -> Case:
         return _with_closure(1.0, lambda held, outputs, labels: functional.cross_entropy(outputs, labels) * held)
 
-    planned = follow(make, lambda own: own.box.set(2.0), back=lambda own: own.box.set(1.0))
+    planned = check_followed(make, lambda own: own.box.set(2.0), back=lambda own: own.box.set(1.0))
     assert len(planned.plans) == 2
 
 
@@ -729,10 +729,10 @@ def test_class_weights_that_are_replaced_are_read_anew() -> None:
             torch.ones(4), lambda held, outputs, labels: functional.cross_entropy(outputs, labels, weight=held)
         )
 
-    planned = follow(make, lambda own: own.box.set(torch.arange(1.0, 5.0)))
+    planned = check_followed(make, lambda own: own.box.set(torch.arange(1.0, 5.0)))
     assert len(planned.plans) == 1
     for other in (None, torch.arange(1.0, 5.0)[::2].repeat_interleave(2), torch.ones(8)[::2]):
-        planned = follow(make, lambda own, other=other: own.box.set(other))
+        planned = check_followed(make, lambda own, other=other: own.box.set(other))
         assert len(planned.plans) == (2 if other is None or other.stride() != (1,) else 1)
 
 
@@ -755,8 +755,8 @@ def test_a_teacher_that_is_replaced_and_its_share() -> None:
         torch.manual_seed(8)
         own.loss.teacher = dense().eval()
 
-    follow(lambda: case(loss=_Teaching()), replace)
-    follow(
+    check_followed(lambda: case(loss=_Teaching()), replace)
+    check_followed(
         lambda: case(loss=_Teaching()),
         lambda own: setattr(own.loss, "share", 0.1),
         back=lambda own: setattr(own.loss, "share", 0.5),
@@ -765,7 +765,7 @@ def test_a_teacher_that_is_replaced_and_its_share() -> None:
     def replace_weight(own: Case) -> None:
         own.loss.teacher[0].weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
 
-    assert len(follow(lambda: case(loss=_Teaching()), replace_weight).plans) == 1
+    assert len(check_followed(lambda: case(loss=_Teaching()), replace_weight).plans) == 1
 
 
 def test_a_method_as_loss() -> None:
@@ -786,8 +786,8 @@ def test_a_method_as_loss() -> None:
     def change(own: Case) -> None:
         own.box.weight = 2.0
 
-    assert len(follow(make, change).plans) == 2
-    assert len(follow(make, lambda own: setattr(own.box, "epoch", 3)).plans) == 1
+    assert len(check_followed(make, change).plans) == 2
+    assert len(check_followed(make, lambda own: setattr(own.box, "epoch", 3)).plans) == 1
 
 
 # --- counters
@@ -830,7 +830,7 @@ def test_a_counter_that_the_loop_sets_is_captured_each_time_and_said_twice(caplo
 
     with caplog.at_level(logging.WARNING):
         for number in range(3):
-            follow(lambda: case(Settings()), raise_temperature, back=None, steps=1)
+            check_followed(lambda: case(Settings()), raise_temperature, back=None, steps=1)
             assert len(caplog.messages) == number + 1
         caplog.clear()
         own = case(Settings())
@@ -901,7 +901,7 @@ def test_the_settings_of_torch_are_guarded(name: str) -> None:
         set_to(before)
 
     try:
-        planned = follow(lambda: case(loss=loss), lambda _own: set_to(other(before)), back=back, start=back)
+        planned = check_followed(lambda: case(loss=loss), lambda _own: set_to(other(before)), back=back, start=back)
     finally:
         set_to(before)
     assert len(planned.plans) == 2

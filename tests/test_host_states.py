@@ -80,9 +80,9 @@ class Pair:
             self.eager_optimizer.step()
             self.eager_optimizer.zero_grad()
             assert torch.equal(planned, eager.detach())
-        self.require_same()
+        self.check_same()
 
-    def require_same(self) -> None:
+    def check_same(self) -> None:
         mine, theirs = self.optimizer.state_dict(), self.eager_optimizer.state_dict()
         assert mine["state"].keys() == theirs["state"].keys()
         for number, state in theirs["state"].items():

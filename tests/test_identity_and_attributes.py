@@ -60,7 +60,7 @@ def weight_after(loss: Loss, batches: list[Any], *, planned: bool) -> tuple[list
     return [each.detach() for each in losses], model.weight.detach()
 
 
-def require_as_eager(loss: Loss, batches: list[Any]) -> None:
+def check_as_eager(loss: Loss, batches: list[Any]) -> None:
     (losses, weight), (own_losses, own_weight) = (weight_after(loss, batches, planned=p) for p in (False, True))
     assert [a.item() for a in losses] == [b.item() for b in own_losses]
     assert torch.equal(weight, own_weight)
@@ -160,7 +160,7 @@ def test_one_tensor_at_two_places_of_a_batch() -> None:
 
     x, y = torch.randn(16, 8), torch.randn(16, 8)
     for batches in ([(x, x), (x, y), (y, y)], [(x, y), (x, x)], [(x, x), (y[:8], y[:8]), (z := y[:12], z)]):
-        require_as_eager(loss, list(batches))
+        check_as_eager(loss, list(batches))
 
 
 def test_self_attention_of_one_tensor_takes_the_packed_projection() -> None:
@@ -188,8 +188,8 @@ def test_a_batch_that_is_lazily_conjugated_or_negated(lazy: Callable[[torch.Tens
     x = torch.randn(64, 8, dtype=torch.cfloat)
     made = lazy(x)
     resolved = made.resolve_conj().resolve_neg()
-    require_as_eager(loss, [made, resolved, made])
-    require_as_eager(loss, [resolved, made])
+    check_as_eager(loss, [made, resolved, made])
+    check_as_eager(loss, [resolved, made])
 
 
 def test_a_function_takes_a_state_and_its_conjugate() -> None:

@@ -41,16 +41,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_two_ranks_train_as_ddp_within_the_budget(two: Results, name: str) -> None:
-    _require_as_ddp([result[name] for result in two])
+    _check_as_ddp([result[name] for result in two])
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_ddp_with_its_buckets(tmp_path_factory: pytest.TempPathFactory) -> None:
     found = on_ranks([rank_steps.plain], 4, tmp_path_factory.mktemp("four"))
-    _require_as_ddp([result["plain"] for result in found])
+    _check_as_ddp([result["plain"] for result in found])
 
 
-def _require_as_ddp(found: Results) -> None:
+def _check_as_ddp(found: Results) -> None:
     for result in found:
         assert result["is_same"]
         assert result["corrections"] == 0

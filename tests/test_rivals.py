@@ -346,7 +346,7 @@ def drawn(graph: Graph, pick: random.Random) -> Graph:
     return Graph.build(name=graph.name, storages=graph.storages, ops=ops, boundaries=graph.boundaries)
 
 
-def require_sound(task: Problem, name: str, options: dict[str, Any]) -> Plan:
+def check_sound(task: Problem, name: str, options: dict[str, Any]) -> Plan:
     """Plan, check the plan or the leanest one, and that the least budget reported works."""
     planner = make_planner(name, **options)
     result = planner.plan(task)
@@ -380,7 +380,7 @@ def test_every_plan_is_legal_and_within_both_budgets(graph: Graph, seed: int) ->
     most_bytes = unplanned_peak_bytes(graph, LINKED, task.bytes_outside)
     task = replace(task, budget_bytes=int(most_bytes * pick.uniform(0.4, 1.0)))
     for name, options in pick.sample(VARIANTS, 4):
-        require_sound(task, name, options)
+        check_sound(task, name, options)
 
 
 def captured(workload: str) -> Graph:
@@ -399,7 +399,7 @@ def test_plans_of_captured_steps(workload: str) -> None:
     for name, options in VARIANTS:
         for share in (0.9, 0.7):
             task = Problem(graph=graph, device=device, budget_bytes=int(share * most_bytes), host_budget_bytes=PLENTY)
-            plan = require_sound(task, name, options)
+            plan = check_sound(task, name, options)
             can_copy = options.get("policy") != "conv" and name != "superneurons" and options.get("n_tensors") is None
             assert plan.predicted.peak_bytes < most_bytes or not can_copy, (name, options)
 

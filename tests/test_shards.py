@@ -36,16 +36,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALIKE)
 def test_two_ranks_train_as_fully_shard_within_the_budget(two: Results, name: str) -> None:
-    _require_as_stock([result[name] for result in two])
+    _check_as_stock([result[name] for result in two])
 
 
 @pytest.mark.slow
 def test_four_ranks_train_as_fully_shard(tmp_path_factory: pytest.TempPathFactory) -> None:
     found = on_ranks([shard_steps.blocks], 4, tmp_path_factory.mktemp("four"))
-    _require_as_stock([result["blocks"] for result in found])
+    _check_as_stock([result["blocks"] for result in found])
 
 
-def _require_as_stock(found: Results) -> None:
+def _check_as_stock(found: Results) -> None:
     for result in found:
         assert result["is_same"]
         assert result["corrections"] == 0

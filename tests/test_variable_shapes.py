@@ -97,7 +97,7 @@ def fitted(model: nn.Module, loss: Loss, batch: Any, share: str, **how: Any) -> 
     return step, stages
 
 
-def require_same_training(
+def check_same_training(
     make: Callable[[], tuple[nn.Module, Loss]], batches: Sequence[Any], share: str, **how: Any
 ) -> tuple[PlannedStep, Stages]:
     """Fit the first batch, train on all, and compare losses, parameters and measured bytes with eager and budget."""
@@ -120,7 +120,7 @@ def require_same_training(
 
 @pytest.mark.slow
 def test_lengths_up_and_down_are_planned_without_a_search() -> None:
-    step, stages = require_same_training(gpt2, [sentences(tokens) for tokens in LENGTHS], "75%")
+    step, stages = check_same_training(gpt2, [sentences(tokens) for tokens in LENGTHS], "75%")
     assert stages.searches == 1
     assert len(step.plans) == len(set(LENGTHS))
     assert all(plan.predicted.peak_bytes <= plan.budget_bytes == step.plan.budget_bytes for plan in step.plans)
@@ -148,7 +148,7 @@ def test_a_size_that_fits_as_it_is_recomputes_nothing() -> None:
 
 def test_batch_tails_and_single_rows() -> None:
     batches = [sentences(48, rows=8), sentences(48, rows=7), sentences(48, rows=1), sentences(20, rows=3)]
-    require_same_training(gpt2, batches, "70%")
+    check_same_training(gpt2, batches, "70%")
 
 
 def test_padding_masks_choose_their_own_programs() -> None:
@@ -159,7 +159,7 @@ def test_padding_masks_choose_their_own_programs() -> None:
         return {**batch, "attention_mask": mask}
 
     batches = [padded(48, 0), padded(48, 5), padded(40, 0), padded(40, 7), padded(33, 2), padded(56, 0)]
-    require_same_training(gpt2, batches, "85%")
+    check_same_training(gpt2, batches, "85%")
 
 
 def test_tied_weights_and_random_ops() -> None:
@@ -175,7 +175,7 @@ def test_tied_weights_and_random_ops() -> None:
         words = torch.randint(40, (4, tokens))
         return words, words.roll(1, 1)
 
-    require_same_training(make, [batch(tokens) for tokens in (16, 11, 12, 9)], "90%")
+    check_same_training(make, [batch(tokens) for tokens in (16, 11, 12, 9)], "90%")
 
 
 class Layered(nn.Module):
@@ -212,7 +212,7 @@ def rows_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_structure_that_changes_with_the_size_is_planned_anew() -> None:
     batches = [rows_of(count) for count in (60, 49, 51, 30, 44, 40)]
-    step, stages = require_same_training(lambda: (Layered(), squares), batches, "90%")
+    step, stages = check_same_training(lambda: (Layered(), squares), batches, "90%")
     structures = {len(plan.graph.ops) for plan in step.plans}
     assert len(structures) == 4  # of 3, 4, 5 and 6 layers
     assert stages.searches == 4
@@ -220,7 +220,7 @@ def test_a_structure_that_changes_with_the_size_is_planned_anew() -> None:
 
 def test_a_size_that_is_a_number_of_the_step_is_that_number() -> None:
     batches = [rows_of(count) for count in (55, 41, 36, 40)]
-    require_same_training(lambda: (Scaled(), squares), batches, "90%")
+    check_same_training(lambda: (Scaled(), squares), batches, "90%")
 
 
 def test_without_carrying_over_each_size_is_searched() -> None:
