@@ -142,9 +142,10 @@ class PlannedCalls:
         except (NotOneGraphError, CaptureError) as error:
             if account.ran > ran:
                 raise
+            why, returned = str(error).removesuffix(f": {BY_CHECKPOINT}"), None
             if self._otherwise is None:
-                raise NotOneGraphError(f"{error}; memfit.checkpoint holds the budget of such a model") from error
-            why, returned = str(error).removeprefix(f"{self._where}: ").removesuffix(f": {BY_CHECKPOINT}"), None
+                raise NotOneGraphError(f"{why}; memfit.checkpoint holds the budget of such a model") from error
+            why = why.removeprefix(f"{self._where}: ")
             let_go_of_frames(error)
         if why and self._otherwise is not None:
             return self._otherwise(why)(*arguments, **named)
