@@ -172,3 +172,25 @@ def test_a_run_goes_on_in_eager_mode_before_a_step_that_no_plan_would_hold() -> 
     assert got.same_bits(wanted) and max(got.peaks) - before_bytes <= budget_bytes
     assert by_checkpoint.history is not None and by_checkpoint.history.over == 0
     assert by_eager.why.startswith("a step would take") and isinstance(by_eager.report, Report)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_first_step_that_is_interrupted_leaves_no_hooks(goes_on: bool) -> None:
+    """Hooks on modules are not called after a KeyboardInterrupt, whatever `always_call` says."""
+    model, batch = spread(), rows(0)
+    handle = memfit.checkpoint(model, "1GiB")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.after.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch[0])
+    hook.remove()
+    if goes_on:
+        model(batch[0]).sum().backward()
+        assert default_saved_hooks() is None
+    handle.close()
+    del handle
+    gc.collect()
+    assert default_saved_hooks() is None

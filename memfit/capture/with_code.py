@@ -1,7 +1,7 @@
 """Operators that are given code (flex attention, `torch.cond`, kernels of Triton): each is one op of a graph.
 
 Their code stands in subgraphs among their arguments, and AOTAutograd has made all that it reads arguments too. They
-write to nothing and draw nothing, so that they are measured, and computed again, as all others are.
+write to nothing and draw nothing, so that they are measured, and recomputed, as all others are.
 """
 
 from __future__ import annotations

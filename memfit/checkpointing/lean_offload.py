@@ -21,7 +21,14 @@ from memfit.memory.host.slab import make_slab
 from memfit.memory.host.store import HostCopy
 from memfit.memory.place import bytes_of
 from memfit.step.hooks import Hook
-from memfit.torch_private.autograd import changing_hooks, in_transform, no_modes, require_unwritten, saved_with
+from memfit.torch_private.autograd import (
+    changing_hooks,
+    default_saved_hooks,
+    in_transform,
+    no_modes,
+    require_unwritten,
+    saved_with,
+)
 from memfit.torch_private.sharding import key_of, modules_that_gather
 from memfit.torch_private.tensors import StorageWeakRef, storage_users
 
@@ -131,6 +138,7 @@ class LeanOffload:
         self._seen = self._largest_bytes = self._copies = 0
         self._there: dict[int, _Contents] = {}  # on the device, by the key of the storage, the oldest first
         self._inside: AbstractContextManager[None] | None = None
+        self._packs: Any = None
 
     def enter(self, called: torch.nn.Module) -> None:
         """Take what is saved from here on to the end of a call that begins.
@@ -140,16 +148,33 @@ class LeanOffload:
         """
         if self._inside is not None or not torch.is_grad_enabled() or in_transform() or changing_hooks():
             return
-        inside = self._inside = saved_with(self._pack, _unpack)
+        own = weakref.ref(self)
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            offload = own()
+            return _Saved(tensor) if offload is None else offload._pack(tensor)
+
+        inside = self._inside = saved_with(pack, _unpack)
         inside.__enter__()
+        self._packs = pack
 
         def leave(*_: Any) -> None:
             hook.remove()
-            if self._inside is inside:
-                self._inside = None
-                inside.__exit__(None, None, None)
+            offload = own()
+            if offload is not None and offload._inside is inside:
+                offload._leave()
 
         hook = called.register_forward_hook(Hook(leave), always_call=True)
+
+    def _leave(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        hooks = default_saved_hooks()
+        if hooks is not None and hooks[0] is self._packs:  # the call was interrupted, which hooks on modules don't see
+            self._leave()
 
     def make_room(self) -> None:
         """Copy to the host what would leave too little of the budget free, the oldest first."""

@@ -25,7 +25,7 @@ _LEAST_UNUSED_SHARE = 1 / 8  # of the budget, in pages: a plan leaves more gaps 
 _HOPELESS = 2.0  # a plan that is predicted to take so many times the seconds is not tried
 _RIVALS_SLACK = 7  # what no window has shown leaves 1/2**7
 _COMPILERS_SLACK = 4  # 1/2**4 of the budget is left to what the compiler keeps more than eager mode
-_SLACK, _RANKS_SLACK = 9, 7  # a plan leaves 1/2**9 of the budget to what grows between steps, or threads free late
+_SLACK, _RANKS_SLACK = 9, 6  # a plan leaves 1/2**9 of the budget to what grows between steps, or threads free late
 
 
 class Plans:

@@ -334,9 +334,10 @@ class Account:
             what = f"{MOST_CORRECTIONS} steps before it were over it as well, and planned for less each time"
             what = "no plan of a graph takes less" if self.standing.is_least else what
             is_known = self.standing.is_least and self.ran - self._ran_before == 1
-            apart_bytes = max(0, taken_bytes - self._live_bytes)
-            needed_bytes = taken_bytes - apart_bytes + self.optimizers.all_bytes_to_come()
-            holding_bytes = holding_budget(needed_bytes, apart_bytes, self.unused_share) if is_known else None
+            to_come_bytes, share = self.optimizers.all_bytes_to_come(), self.unused_share
+            least_bytes = holding_budget(self._live_bytes, share)  # which a process needs that starts with it
+            seen_bytes = holding_budget(taken_bytes + to_come_bytes, share if to_come_bytes else 0.0)
+            holding_bytes = max(least_bytes, seen_bytes) if is_known else None
             refusal = self.contract.refusal(verdict, what, f"try whether {OTHER_DOOR}", holding_bytes=holding_bytes)
             self.contract.refuse(refusal)
         elif isinstance(verdict, Aim):

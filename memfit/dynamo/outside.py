@@ -154,16 +154,14 @@ def planned_beside(make: Callable[[int], Prepared], outside: Outside, left_bytes
     )
 
 
-def holding_budget(taken_bytes: int, excess_bytes: int = 0, unused_share: float = 0.0) -> int:
-    """Return the budget of which plans may take so many bytes, now and in a process that starts with it.
+def holding_budget(taken_bytes: int, unused_share: float = 0.0) -> int:
+    """Return the budget of which plans may take so many bytes.
 
     Args:
-        taken_bytes: by plans.
-        excess_bytes: that steps took beyond them.
-        unused_share: of the budget that is set aside until a step has shown what the allocator leaves unused.
+        taken_bytes: by plans, and by what steps took beyond them.
+        unused_share: of the budget, which torch's allocator may leave unused beside that.
     """
-    least_bytes = (taken_bytes + excess_bytes) / (1 - HEADROOM), taken_bytes / (1 - HEADROOM - unused_share)
-    return math.ceil(max(least_bytes)) + 2
+    return math.ceil(taken_bytes / (1 - HEADROOM - unused_share)) + 1
 
 
 OTHER_DOOR = 'memfit.checkpoint (door="checkpoint" of a callback) holds it'
@@ -187,14 +185,15 @@ def of_whole_budget(
         budget_bytes: the whole.
         beside_bytes: of it, beside the graph.
         reserved_bytes: of it, set aside for the optimizer.
-        excess_bytes, unused_share: beside the plans, as for `holding_budget`.
+        excess_bytes: that steps took beyond plans.
+        unused_share: as for `holding_budget`.
         is_alone: whether no other call of a graph is in the step, which would keep more with a larger budget.
         assumed_bytes: that the loss takes; 0 if a step has shown it.
     """
     taken_bytes = beside_bytes + reserved_bytes
     found_bytes = error.least_budget_found_bytes if is_alone else None
     if found_bytes is not None:
-        found_bytes = holding_budget(taken_bytes + found_bytes, max(excess_bytes, error.unused_bytes), unused_share)
+        found_bytes = holding_budget(taken_bytes + found_bytes + max(excess_bytes, error.unused_bytes), unused_share)
     reserved = f" and {format_bytes(reserved_bytes)} set aside for the optimizer" if reserved_bytes else ""
     needed = "" if found_bytes is None else f"; a budget of {found_bytes} bytes was reached"
     wheres = [f"the loss takes no more than {format_bytes(assumed_bytes)} before backward"] if assumed_bytes else []

@@ -244,7 +244,7 @@ def hooks_aside_in_transforms() -> AbstractContextManager[None]:
 
     Most of them allow no such hooks: with the user's own ones they still raise. What is saved there stays as it is.
     While a graph is traced, no hooks are called, as in AOTAutograd: what an operator with code inside (flex attention)
-    traces of its backward pass would read what a checkpoint computes again, as constants.
+    traces of its backward pass would read what a checkpoint recomputes, as constants.
     """
     return _hooks_aside
 
