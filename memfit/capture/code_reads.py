@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -91,42 +91,6 @@ def global_reads(code: CodeType) -> frozenset[str]:
 def global_writes(code: CodeType) -> frozenset[str]:
     """Return the names of the globals that a function's code sets, functions within it included."""
     return _names(code, ("STORE_GLOBAL",))
-
-
-def scripts_in(module: torch.nn.Module) -> list[str]:
-    """Return the names of what of torch.jit a module calls: modules, methods, and functions that its code names.
-
-    Args:
-        module: with all modules inside of it; of libraries, too.
-    """
-    found: list[str] = []
-    for name, each in module.named_modules():
-        if isinstance(each, torch.jit.ScriptModule):
-            found.append(name or type(each).__name__)
-            continue
-        found += [key for key, value in vars(each).items() if isinstance(value, torch.jit.ScriptFunction)]
-        for kind in type(each).__mro__:
-            if not is_librarys(kind.__module__):
-                functions = (function for function in vars(kind).values() if isinstance(function, FunctionType))
-                found += [name for function in functions for name in _scripts_named(function)]
-    return found
-
-
-def calls_scripts(names: list[str]) -> str:
-    """Return in a clause why code that calls these functions or modules of torch.jit is not run again, and what to do.
-
-    Args:
-        names: of them.
-    """
-    return (
-        f"calls {names[0]!r}, a function or a module of torch.jit, whose first calls compute gradients otherwise than "
-        "later ones do: take torch.jit.script away, or run with PYTORCH_JIT=0 in the environment"
-    )
-
-
-def _scripts_named(function: FunctionType) -> list[str]:
-    names = global_reads(function.__code__) & function.__globals__.keys()
-    return [name for name in sorted(names) if isinstance(function.__globals__[name], torch.jit.ScriptFunction)]
 
 
 @cache

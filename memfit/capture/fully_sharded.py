@@ -147,7 +147,10 @@ def across_ranks(model: torch.nn.Module, group: dist.ProcessGroup | None) -> tup
         InvalidOptionError, UnsupportedStepError: as `data_parallel` and `fully_sharded`.
     """
     sharded = fully_sharded(model, group)
-    return data_parallel(model, group) if sharded is None else (model, sharded)
+    is_bare = not isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    if sharded is not None or (group is None and is_bare):
+        return model, sharded
+    return data_parallel(model, group)
 
 
 def fully_sharded(model: torch.nn.Module, group: dist.ProcessGroup | None) -> FullySharded | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import FunctionType
 
 import torch
 
 from memfit.capture.across import Across
-from memfit.capture.code_reads import calls_scripts, scripts_in
+from memfit.capture.code_reads import global_reads, is_librarys
 from memfit.capture.fully_sharded import FullySharded
 from memfit.capture.optimizer import innermost
 from memfit.capture.placement import require_dense, step_device
@@ -140,6 +141,37 @@ def require_module(model: object, where: str) -> None:
         raise InvalidTargetError(f"{where}: model is a {_kind(model)}, expected a torch.nn.Module")
 
 
+def scripts_in(module: torch.nn.Module) -> list[str]:
+    """Return the names of what of torch.jit a module calls: modules, methods, and functions that its code names.
+
+    Args:
+        module: with all modules inside of it; of libraries, too.
+    """
+    found: list[str] = []
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            found.append(name or type(each).__name__)
+            continue
+        found += [key for key, value in vars(each).items() if isinstance(value, torch.jit.ScriptFunction)]
+        for kind in type(each).__mro__:
+            if not is_librarys(kind.__module__):
+                functions = (function for function in vars(kind).values() if isinstance(function, FunctionType))
+                found += [name for function in functions for name in _scripts_named(function)]
+    return found
+
+
+def calls_scripts(names: list[str]) -> str:
+    """Return in a clause why code that calls these functions or modules of torch.jit is not run again, and what to do.
+
+    Args:
+        names: of them.
+    """
+    return (
+        f"calls {names[0]!r}, a function or a module of torch.jit, whose first calls compute gradients otherwise than "
+        "later ones do: take torch.jit.script away, or run with PYTORCH_JIT=0 in the environment"
+    )
+
+
 def refuse_first_fsdp(parameters: Iterable[torch.Tensor | None], where: str) -> None:
     """Raise UnsupportedStepError if a model is under FSDP's first version: blocks lose parameters before recomputation.
 
@@ -236,6 +268,11 @@ def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, w
                     f"{where}: parameter {place} of the optimizer's group {number}, of shape {tuple(parameter.shape)}, "
                     "is not the model's; make the optimizer from model.parameters(), after the model is complete"
                 )
+
+
+def _scripts_named(function: FunctionType) -> list[str]:
+    names = global_reads(function.__code__) & function.__globals__.keys()
+    return [name for name in sorted(names) if isinstance(function.__globals__[name], torch.jit.ScriptFunction)]
 
 
 def _kind(value: object) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
-from memfit.capture.code_reads import calls_scripts, scripts_in
+from memfit.capture.step_check import calls_scripts, scripts_in
 from memfit.checkpointing.chain import Link
 from memfit.checkpointing.contexts import Again, Keep, KeepRule, Repeated, selective_contexts
 from memfit.checkpointing.groups import CHAINS, HALVED, HOSTED, INPUT_RULES
