@@ -29,6 +29,7 @@ from memfit.commands import (
 )
 from memfit.commands.answer import BAD_INPUT, DONE, INTERRUPTED, deliver_error, only_answers_on_stdout
 from memfit.commands.options import with_each_option
+from memfit.commands.verbosity import usage_message
 from memfit.errors import MemfitError
 from memfit.system.lines import lines_on_stderr
 from memfit.system.version import __version__
@@ -100,8 +101,7 @@ def _answered(words: list[str], *, as_json: bool) -> int:
     except MemfitError as error:
         return deliver_error(error, as_json=as_json, exit_status=error.exit_status)
     except typer.TyperException as error:
-        message = f"{error.format_message()} (see `memfit --help`)"
-        return deliver_error(message, as_json=as_json, exit_status=BAD_INPUT)
+        return deliver_error(usage_message(error), as_json=as_json, exit_status=BAD_INPUT)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in ("", "memfit"):

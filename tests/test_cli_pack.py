@@ -240,8 +240,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--align", "0"], "Invalid value for '--align': Input should be greater than or equal to 1"),
-        (["--align", "-8"], "Invalid value for '--align'"),
+        (["--align", "0"], "Input should be greater than or equal to 1, got '0' (see `memfit pack --help`)"),
+        (["--align", "8%"], "Invalid value for '--align': Input should be a valid integer"),
         (["--align", str(1 << 41)], "alignment is 2199023255552, expected 1"),
         (["--ends", "open"], "ends is 'open', expected exclusive"),
         (["--packer", "worst_fit"], "no packer is called 'worst_fit'; there are auto"),

@@ -1,4 +1,4 @@
-"""`--verbose` and `--quiet`, which every command has. Imports little: `memfit run` runs before its script's imports."""
+"""What all commands share. Imports little: `memfit run` runs before its script's imports."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ class Verbosity:
         if self.verbose and self.quiet:
             raise InvalidOptionError("--verbose and --quiet exclude each other; give one of them")
         choose_lines(VERBOSE if self.verbose else QUIET if self.quiet else NORMAL, shows_progress=shows_progress)
+
+
+def usage_message(error: typer.TyperException) -> str:
+    """Return in a sentence what is wrong with the words of a command line, what was given, and whose help says more.
+
+    Args:
+        error: raised by typer while it read them.
+    """
+    context, why = getattr(error, "ctx", None), getattr(error.__cause__, "errors", None)
+    given = "" if why is None else f", got {why()[0]['input']!r}"  # of pydantic, by which typer reads numbers
+    command = "memfit" if context is None else context.command_path
+    return f"{error.format_message()}{given} (see `{command} --help`)"
