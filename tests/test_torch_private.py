@@ -1462,6 +1462,9 @@ def test_an_error_leaves_modes_as_they_were() -> None:
             torch.amp.autocast_mode._enter_autocast("cpu", torch.bfloat16, True, True)
             inputs @ weight  # its cast is in autocast's cache
             torch._C._functorch._grad_increment_nesting()
+            torch._C._functorch._jvp_increment_nesting()
+            torch._C._functorch._vmap_increment_nesting(2, "error")
+            torch._C._functorch._func_increment_nesting(True)
             torch.set_grad_enabled(False)
             raise ValueError
 

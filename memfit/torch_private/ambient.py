@@ -18,6 +18,7 @@ from memfit.torch_private.autocast import autocast_nesting
 from memfit.torch_private.autograd import UnwrappedMode, changing_hooks, default_saved_hooks, no_modes
 
 _C: Any = torch._C
+_FUNCTORCH: Any = torch._C._functorch
 _CUDA: Any = torch.backends.cuda
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -86,12 +87,13 @@ def put_back_after_an_error() -> Iterator[None]:
     Code that is traced enters and leaves them by single calls, the second of which an error leaves out. A cache of
     autocast that no `with` block owns any more would then keep what weights were cast to, over all later steps.
     """
-    has_gradients, depth = torch.is_grad_enabled(), _C._functorch.get_dynamic_layer_stack_depth()
+    has_gradients, depth = torch.is_grad_enabled(), _FUNCTORCH.get_dynamic_layer_stack_depth()
     casts, keeps_casts, nesting = [*map(_casts, _AUTOCAST)], torch.is_autocast_cache_enabled(), autocast_nesting()
     try:
         yield
     except BaseException:
-        _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        while _FUNCTORCH.get_dynamic_layer_stack_depth() > depth:  # all at once ends in an assertion of torch 2.11's
+            _LEAVES[_FUNCTORCH.peek_interpreter_stack().key()]()
         for device, (is_on, dtype) in zip(_AUTOCAST, casts, strict=True):
             torch.set_autocast_enabled(device, is_on)
             torch.set_autocast_dtype(device, dtype)
@@ -105,6 +107,12 @@ def put_back_after_an_error() -> Iterator[None]:
 
 
 _AUTOCAST = ("cpu", "cuda")
+_LEAVES: dict[Any, Callable[[], int]] = {
+    _FUNCTORCH.TransformType.Grad: _FUNCTORCH._grad_decrement_nesting,
+    _FUNCTORCH.TransformType.Jvp: _FUNCTORCH._jvp_decrement_nesting,
+    _FUNCTORCH.TransformType.Vmap: _FUNCTORCH._vmap_decrement_nesting,
+    _FUNCTORCH.TransformType.Functionalize: _FUNCTORCH._func_decrement_nesting,
+}
 
 
 def _casts(device: str) -> tuple[bool, torch.dtype]:
