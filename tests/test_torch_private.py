@@ -243,6 +243,8 @@ from memfit.torch_private.tensors import (
 )
 from memfit.torch_private.tracing import answered_as_eager, checkpoints_inlined, stood_for
 
+TORCH_2_11 = torch.__version__.startswith("2.11.")
+
 
 def test_calls_that_draw_are_told_by_their_tag_and_their_dropout() -> None:
     aten = torch.ops.aten
@@ -2026,7 +2028,8 @@ def test_inductor_takes_no_memory_that_was_freed_long_before() -> None:
         third = second[:8] @ second
         return ((third.t() @ third) * p).amax(0), second
 
-    assert "del buf0  # reuse" in _generated(four_products, keeps_order=False)
+    if not TORCH_2_11:  # which takes none so late
+        assert "del buf0  # reuse" in _generated(four_products, keeps_order=False)
     assert "# reuse" not in _generated(four_products, keeps_order=True)
 
 
