@@ -178,3 +178,10 @@ def test_a_loop_that_does_not_call_the_model_is_told_so(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING), memfit.checkpoint(model, "1GiB"):
         train(model, steps=3, call=torch.compile(model, backend="eager"))
     assert caplog.text.count("no call of the model was seen") == 1
+
+
+def test_a_model_compiled_without_breaks_stays_so_under_a_handle() -> None:
+    model = mlps(2)
+    with memfit.checkpoint(model, "1GiB"):
+        whole = torch.compile(model, backend="eager", fullgraph=True)
+        train(model, steps=2, call=whole)

@@ -141,7 +141,7 @@ class Loop:
             called: the model, or one of the models.
             args, kwargs: that it is called with; their tensors are the batch, whose size chooses the plan.
         """
-        if torch.compiler.is_compiling() or self.frozen is not None or self.is_paused:
+        if self.frozen is not None or self.is_paused:
             return
         self.calls += 1
         self._awaited.is_in_call = True

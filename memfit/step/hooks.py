@@ -43,6 +43,13 @@ class WeakHook(Hook):
         super().__init__(called)
 
 
+class _EagerHook(Hook):
+    """A hook on a model that PyTorch's compiler leaves out where it compiles the model's call."""
+
+    def __call__(self, *given: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.call(*given)
+
+
 class _Nothing:
     @staticmethod
     def nothing(*_: Any) -> None:
@@ -52,6 +59,8 @@ class _Nothing:
 def hooks_around(model: torch.nn.Module, begin: Callable[..., None], returned: Callable[..., None]) -> list[Any]:
     """Call functions around each call of what a loop calls, before all other hooks; return the hooks that do so.
 
+    Calls that PyTorch's compiler compiles have none: it would compile the functions, too.
+
     Args:
         model: or the models, as a ModuleList.
         begin: called with the module, and the positional and the keyword arguments.
@@ -59,8 +68,8 @@ def hooks_around(model: torch.nn.Module, begin: Callable[..., None], returned: C
     """
     hooks: list[Any] = []
     for called in model if type(model) is torch.nn.ModuleList else [model]:
-        hooks.append(called.register_forward_pre_hook(Hook(begin), with_kwargs=True, prepend=True))
-        hooks.append(called.register_forward_hook(Hook(returned)))
+        hooks.append(called.register_forward_pre_hook(_EagerHook(begin), with_kwargs=True, prepend=True))
+        hooks.append(called.register_forward_hook(_EagerHook(returned)))
     return hooks
 
 

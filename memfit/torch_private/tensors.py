@@ -143,8 +143,9 @@ def tensors_reached(tree: Any) -> list[torch.Tensor]:
     Such objects are graphs, records of a data class, containers of one's own and distributions; modules, functions and
     iterators are not looked into, nor anything deeper than a few objects.
     """
-    found, seen, level = list[torch.Tensor](), set[int](), [tree]
-    inside: list[Any] = []
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    level, inside = [tree], []
 
     def look(leaf: Any) -> Any:
         if type(leaf) in INGREDIENTS or isinstance(leaf, torch.Tensor):
