@@ -35,6 +35,7 @@ from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import as_aot_takes_it, hand_over_absent
+from memfit.torch_private.autocast import any_autocast, autocast_nesting
 from memfit.torch_private.dynamo import ends_in_break, is_between_breaks, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.ranks import ddp_sorts_buckets
@@ -179,7 +180,7 @@ class PlannedGraph:
         self._may_be_part = False
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        key = (self._signatures.of(inputs), torch.is_grad_enabled())
+        key = (self._signatures.of(inputs), torch.is_grad_enabled(), autocast_nesting() > 0)
         compiled = self.compiled.get(key)
         if compiled is None:
             refuse_foreign(inputs, self.module)
@@ -199,7 +200,8 @@ class PlannedGraph:
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
             if self.options.kernels == EAGER:
-                watch_sums(node, [inputs[place] for place in self._used_often], self.warnings)
+                is_cast = self.awaiting > 1 and any_autocast() and torch.is_autocast_cache_enabled()
+                watch_sums(node, inputs if is_cast else [inputs[at] for at in self._used_often], self.warnings)
             hand_over_absent(node)
         return returned
 

@@ -1,7 +1,8 @@
 """Sums of gradients: a graph sums what its own uses of a tensor give, and only then comes what others give.
 
 Eager sums use by use, in one order over the whole model. Both have the same bits unless a graph uses a tensor several
-times, and somebody else uses it, too.
+times, and somebody else uses it, too. Under autocast eager casts a parameter once for all calls, and sums what these
+give in the lower precision.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from memfit.memory.contract import Warnings
 
 _SUMMED = (
-    "a tensor that a graph uses several times gets gradients from elsewhere, too (tied parameters in two calls before "
-    "one backward pass, or a residual connection around a block that is compiled by itself or lies between graph "
-    "breaks): those of the graph are summed first, eager's use by use, and last bits may differ; memfit.checkpoint, "
-    "memfit.eager and memfit.fit have eager's"
+    "a tensor that a graph uses several times, or casts under autocast, gets gradients from elsewhere, too (tied "
+    "parameters, or autocast, in two calls before one backward pass; a residual connection around a block that is "
+    "compiled by itself or lies between graph breaks): those of the graph are summed first, eager's use by use, and "
+    "last bits may differ; memfit.checkpoint, memfit.eager and memfit.fit have eager's"
 )
 
 
