@@ -401,6 +401,29 @@ def test_the_state_of_an_optimizer_that_is_followed_is_read_and_written_before_i
         optimizer.step()
 
 
+def trained_by_lbfgs(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return [each.detach() for each in model.parameters()]
+
+
+def test_an_optimizer_that_calls_the_loss_is_left_out() -> None:
+    """Its state is not tried, since a trial has no loss."""
+    eager, model = deep_model(0.0), deep_model(0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    with pytest.raises(UnsupportedStepError, match=r"leave it out \(optimizer=None\)"):
+        memfit.compile(model, budget="1GiB", optimizer=optimizer)
+    found = trained_by_lbfgs(memfit.compile(model, budget="1GiB", planner="none"), optimizer)
+    expected = trained_by_lbfgs(eager, torch.optim.LBFGS(eager.parameters(), lr=0.1, max_iter=2))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_wrapped_optimizers_are_followed_and_what_is_none_is_refused() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: Any) -> None:
