@@ -169,8 +169,24 @@ def beside_an_island(model: Model, inputs: torch.Tensor) -> torch.Tensor:
     )
 
 
+def without_gradients(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.second(inputs)
+
+
+def cleared(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    torch.clear_autocast_cache()
+    return model.first(inputs)
+
+
 USED_AGAIN: dict[str, Own] = {
     "as it is": lambda model, inputs: model.first(inputs),
+    "after it was used without gradients": lambda model, inputs: (
+        without_gradients(model, inputs) + model.second(inputs)
+    ),
+    "after the cache was cleared": cleared,
+    "twice in one call": lambda model, inputs: inputs @ (model.second.weight @ model.second.weight),
+    "by what casts a view of it": lambda model, inputs: torch.einsum("bi,oi->bo", inputs, model.first.weight),
     "without the cache": uncached,
     "beside an island": beside_an_island,
     "checkpointed": lambda model, inputs: checkpoint(model.first, inputs, use_reentrant=False),

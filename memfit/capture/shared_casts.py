@@ -14,9 +14,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from memfit.errors import BY_CHECKPOINT, NotOneGraphError
-from memfit.torch_private.autocast import autocast_nesting
+from memfit.torch_private.autocast import autocast_nesting, is_cast_itself
+from memfit.torch_private.tensors import tree_flatten
 
 _CONVERSIONS = {"to", "type", "type_as", "half", "bfloat16"}  # which the user's code asks for: each is one of its own
+_OF_VIEWS = {"einsum"}  # casts views of what it is given, which eager does not keep
 
 
 def with_casts_shared(module: GraphModule, inputs: Sequence[Any]) -> GraphModule:
@@ -27,22 +29,24 @@ def with_casts_shared(module: GraphModule, inputs: Sequence[Any]) -> GraphModule
         inputs: of it. Whether autocast is on around the graph is asked now.
 
     Raises:
-        NotOneGraphError: the casts are hidden in a region that is an operator by itself.
+        NotOneGraphError: a function that is one node, a region with code of its own say, casts the parameter inside.
     """
     graph = copy.deepcopy(module.graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     kept = {node: it.device.type for node, it in zip(placeholders, inputs, strict=True) if _is_kept(it)}
     uses: dict[tuple[Node, torch.dtype, int], list[Node]] = {}
     for node, region, casts in _under_autocast(graph):
-        for given in [each for each in node.all_input_nodes if each in kept]:
-            dtype = casts.get(kept[given])
-            if dtype is not None and _is_cast(node, dtype):
+        for given in [each for each in tree_flatten((node.args, node.kwargs))[0] if isinstance(each, Node)]:
+            device_type = kept.get(given, "")
+            dtype = casts.get(device_type)
+            if dtype is not None and _has_result(node, dtype) and not _is_of_its_own(node, device_type):
                 uses.setdefault((given, dtype, region), []).append(node)
     several = {key: nodes for key, nodes in uses.items() if len(nodes) > 1}
     for (given, dtype, _), nodes in several.items():
-        if any(_is_region(node, module) for node in nodes):
+        hidden = next((each for each in nodes if not is_cast_itself(_name(each), kept[given])), None)
+        if hidden is not None:
             raise NotOneGraphError(
-                f"autocast casts a parameter in a region that is an operator by itself, and outside: {BY_CHECKPOINT}"
+                f"autocast casts a parameter that is used several times inside of {_name(hidden)}: {BY_CHECKPOINT}"
             )
         with graph.inserting_before(nodes[0]):
             cast = graph.call_method("to", (given, dtype))
@@ -63,7 +67,7 @@ def _under_autocast(graph: torch.fx.Graph) -> Iterator[tuple[Node, int, dict[str
     outer = {each: torch.get_autocast_dtype(each) for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)}
     states = [(outer, torch.is_autocast_cache_enabled())]
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
+        name = _name(node)
         if name == "_enter_autocast":
             (device, dtype, is_on, keeps), (casts, kept) = node.args, states[-1]
             casts = {each: to for each, to in casts.items() if each != device}
@@ -72,20 +76,25 @@ def _under_autocast(graph: torch.fx.Graph) -> Iterator[tuple[Node, int, dict[str
             states.append((casts, kept if keeps is None else keeps))
         elif name == "_exit_autocast":
             states.pop()
+        elif name == "clear_autocast_cache":
+            region += 1
         elif node.op.startswith("call") and states[-1][1]:
             yield node, region, states[-1][0]
 
 
-def _is_region(node: Node, module: GraphModule) -> bool:
-    """Return whether an operator is given code, as that of a checkpoint is."""
-    read = [each.target for each in node.all_input_nodes if each.op == "get_attr"]
-    return any(isinstance(getattr(module, str(name), None), GraphModule) for name in read)
+def _is_of_its_own(node: Node, device_type: str) -> bool:
+    name = _name(node)
+    return name in _CONVERSIONS or (name in _OF_VIEWS and not is_cast_itself(name, device_type))
 
 
-def _is_cast(node: Node, dtype: torch.dtype) -> bool:
-    """Return whether an operator that is given a parameter computes in the lower precision, as its result shows."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def _has_result(node: Node, dtype: torch.dtype) -> bool:
+    """Return whether a call that is given a parameter computes with gradients in the lower precision."""
     value = node.meta.get("example_value")
     results = value if isinstance(value, tuple | list) else [value]
-    is_lower = any(isinstance(each, torch.Tensor) and each.dtype == dtype for each in results)
-    return is_lower and name not in _CONVERSIONS and not name.endswith("_")
+    found = [each for each in results if isinstance(each, torch.Tensor)]
+    return any(each.dtype == dtype and each.requires_grad for each in found) and not _name(node).endswith("_")
+
+
+def _name(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return name.partition(".")[0]
