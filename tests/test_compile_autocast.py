@@ -154,3 +154,80 @@ def test_backward_inside_autocast_has_eagers_bits(name: str) -> None:
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+def uncached(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        return model.first(inputs)
+
+
+def beside_an_island(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        hidden = functional.linear(inputs.float(), model.first.weight)
+    return model.first(functional.layer_norm(hidden, (32,), model.first.bias)) + functional.linear(
+        inputs, model.first.weight.bfloat16()
+    )
+
+
+def without_gradients(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model.second(inputs)
+
+
+def cleared(model: Model, inputs: torch.Tensor) -> torch.Tensor:
+    torch.clear_autocast_cache()
+    return model.first(inputs)
+
+
+USED_AGAIN: dict[str, Own] = {
+    "as it is": lambda model, inputs: model.first(inputs),
+    "after it was used without gradients": lambda model, inputs: (
+        without_gradients(model, inputs) + model.second(inputs)
+    ),
+    "after the cache was cleared": cleared,
+    "twice in one call": lambda model, inputs: inputs @ (model.second.weight @ model.second.weight),
+    "by what casts a view of it": lambda model, inputs: torch.einsum("bi,oi->bo", inputs, model.first.weight),
+    "without the cache": uncached,
+    "beside an island": beside_an_island,
+    "checkpointed": lambda model, inputs: checkpoint(model.first, inputs, use_reentrant=False),
+}
+
+
+class Inside(nn.Module):
+    """Enters autocast by itself, in two blocks."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = self.model(inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            return outputs + self.model(inputs)
+
+
+@pytest.mark.parametrize("name", USED_AGAIN)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_parameter_that_is_used_again_is_cast_as_often_as_in_eager(name: str, is_inside: bool) -> None:
+    model = Inside(Model(USED_AGAIN[name])) if is_inside else Model(USED_AGAIN[name])
+    eager = copy.deepcopy(model)
+    memfit.compile(model, budget="2GiB", reserve=0, planner="none")
+    for each in (model, eager):
+        torch.manual_seed(1)
+        inputs = torch.randn(16, 32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_inside):
+            outputs = each(inputs)
+        outputs.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+def test_two_calls_inside_autocast_before_one_backward_pass_warn(caplog: pytest.LogCaptureFixture) -> None:
+    model = memfit.compile(Model(lambda _, inputs: inputs), budget="2GiB", reserve=0, planner="none")
+    for calls in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = [model(torch.randn(16, 32)) for _ in range(calls)]
+        torch.stack(outputs).float().square().mean().backward()
+        assert caplog.text.count("summed first") == calls - 1

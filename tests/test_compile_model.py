@@ -21,14 +21,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import memfit
 from memfit.dynamo.account import Account
 from memfit.dynamo.model import PlannedCalls, compile_in_place
+from memfit.dynamo.sums import watch_sums
 from memfit.errors import (
     BudgetNotHeldError,
     CaptureError,
     InfeasibleBudgetError,
     InvalidTargetError,
+    NotOneGraphError,
     OverBudgetError,
     UnsupportedStepError,
 )
+from memfit.memory.contract import Warnings
 from memfit.system.recorder import record
 
 pytestmark = [
@@ -398,6 +401,29 @@ def test_the_state_of_an_optimizer_that_is_followed_is_read_and_written_before_i
         optimizer.step()
 
 
+def trained_by_lbfgs(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return [each.detach() for each in model.parameters()]
+
+
+def test_an_optimizer_that_calls_the_loss_is_left_out() -> None:
+    """Its state is not tried, since a trial has no loss."""
+    eager, model = deep_model(0.0), deep_model(0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    with pytest.raises(UnsupportedStepError, match=r"leave it out \(optimizer=None\)"):
+        memfit.compile(model, budget="1GiB", optimizer=optimizer)
+    found = trained_by_lbfgs(memfit.compile(model, budget="1GiB", planner="none"), optimizer)
+    expected = trained_by_lbfgs(eager, torch.optim.LBFGS(eager.parameters(), lr=0.1, max_iter=2))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_wrapped_optimizers_are_followed_and_what_is_none_is_refused() -> None:
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer: Any) -> None:
@@ -568,6 +594,50 @@ def test_two_calls_before_one_backward_warn_where_a_parameter_is_used_often(
     assert ("summed first" in caplog.text) == is_tied
 
 
+class Residual(nn.Linear):
+    """A block that PyTorch's compiler takes in by itself, in a loop that breaks; its input is used outside, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Lambda(nn.Module):
+    def __init__(self, *, is_used_outside: bool) -> None:
+        super().__init__()
+        self.blocks, self.is_used_outside = nn.ModuleList(Residual(8, 8) for _ in range(3)), is_used_outside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = x + (block(x) - x) * 0.3 if self.is_used_outside else block(x)
+        return x
+
+
+@pytest.mark.parametrize("is_used_outside", [False, True])
+def test_what_a_graph_uses_often_and_others_use_too_is_warned_of(
+    is_used_outside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"budget": "256MiB", "reserve": 0, "planner": "none"}
+    model: Any = torch.compile(Lambda(is_used_outside=is_used_outside), backend="memfit", options=options)
+    for _ in range(2):
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert caplog.text.count("summed first") == is_used_outside
+
+
+def test_a_call_whose_sums_are_watched_is_freed_without_a_backward_pass() -> None:
+    parameter = nn.Parameter(torch.randn(1000))
+    before = bytes_now(CPU)
+    gc.disable()
+    try:
+        hidden = parameter.exp()
+        output = hidden * 2
+        watch_sums(output.grad_fn, [parameter, hidden], Warnings())
+        del hidden, output
+        assert bytes_now(CPU) == before
+    finally:
+        gc.enable()
+
+
 class Twice(nn.Linear):
     """Uses its weight twice, after code that PyTorch's compiler does not take in."""
 
@@ -692,6 +762,42 @@ def test_sparse_gradients_are_left_to_checkpoint(caplog: pytest.LogCaptureFixtur
     held(given).sum().backward()
     assert held.words.weight.grad.is_sparse
     assert "held by memfit.checkpoint, since a tensor of shape [300, 64] has layout torch.sparse_coo" in caplog.text
+
+
+class Weighted(nn.Module):
+    """Its fake of a backward kernel, PyTorch's own, fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.deep = nn.EmbeddingBag(300, 64, mode="sum", sparse=True), deep_model()
+
+    def forward(self, words: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.deep(self.bag(words, starts, weights))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_graph_of_which_pytorch_makes_no_halves_is_left_to_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    given = torch.randint(0, 300, (64,)), torch.arange(0, 64, 4), torch.rand(64)
+    model = torch.compile(Weighted(), backend="memfit", options={"budget": "1GiB", "reserve": 0})
+    with pytest.raises(NotOneGraphError, match=r"cannot make the two halves .*: memfit\.checkpoint\(model, budget\)"):
+        model(*given)
+    held = memfit.compile(Weighted(), budget="1GiB")
+    held(*given).sum().backward()
+    assert held.bag.weight.grad.is_sparse
+    assert "held by memfit.checkpoint, since PyTorch cannot make the two halves" in caplog.text
+    assert "failed while attempting to run meta" not in caplog.text
+
+
+def test_an_error_inside_of_pytorchs_compiler_leaves_the_model_to_checkpoint(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise AssertionError("not on the root tracer")
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "trace_frame", fail)
+    model = memfit.compile(deep_model(), budget="1GiB")
+    model(torch.randn(4, 64)).sum().backward()
+    assert "compiler cannot take in Sequential: not on the root tracer" in caplog.text
 
 
 _LEFT_TO_CHECKPOINT = """

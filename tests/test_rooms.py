@@ -150,7 +150,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("backend",),
         ("parts",),
         ("compiled_graph",),
-        ("ready_order", "settings", "share"),
+        ("ready_order", "settings", "share", "sums"),
         ("account", "inputs"),
         ("optimizers", "outside", "window"),
     ),

@@ -54,6 +54,7 @@ from memfit.torch_private.autocast import (
     autocast_nesting,
     autocast_watched,
     casting,
+    is_cast_itself,
     without_autocast,
 )
 from memfit.torch_private.autograd import (
@@ -531,6 +532,12 @@ def test_the_modules_in_a_module() -> None:
 def test_the_base_of_batch_normalizations() -> None:
     assert all(issubclass(kind, BatchNormBase) for kind in (torch.nn.BatchNorm1d, torch.nn.SyncBatchNorm))
     assert not issubclass(torch.nn.InstanceNorm1d, BatchNormBase)
+
+
+@pytest.mark.parametrize(("name", "is_cast"), [("linear", True), ("matmul", True), ("einsum", False), ("none", False)])
+def test_operators_that_autocast_casts_themselves(name: str, is_cast: bool) -> None:
+    assert is_cast_itself(name, "cpu") == is_cast
+    assert is_cast_itself("linear", "cuda")
 
 
 def test_failing_fakes_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

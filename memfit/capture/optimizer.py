@@ -147,8 +147,11 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_tried(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an update of copies shows what updates take; SparseAdam's depends on the indices of gradients."""
-    return is_of_torch(optimizer) and not isinstance(optimizer, torch.optim.SparseAdam)
+    """Return whether an update of copies shows what updates take.
+
+    SparseAdam's depends on the indices of gradients, and LBFGS calls the loss.
+    """
+    return is_of_torch(optimizer) and not isinstance(optimizer, (torch.optim.SparseAdam, torch.optim.LBFGS))
 
 
 def overlap(parameters: Sequence[torch.Tensor]) -> bool:
@@ -198,8 +201,8 @@ def require_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedStepError for an optimizer that evaluates the loss several times in a step."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedStepError(
-            "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: use another one, or "
-            "fit(optimizer=None) and call LBFGS yourself"
+            "LBFGS evaluates the loss several times in one step; memfit plans one evaluation: leave it out "
+            "(optimizer=None) and call its step yourself, or use another one"
         )
 
 

@@ -54,6 +54,7 @@ class Judge:
         self.warnings = Warnings()
         self._lean = self._over_lean = self._in_a_row = 0
         self._holding_bytes = 0  # a budget that has room for all windows like those that were seen without a plan
+        self._created_bytes = self._fuller_bytes = 0  # of optimizers' state; by which others of its shape began fuller
         self._evaluations = Evaluations()
         self._shared: SharedPolicy | None = None
         self._may_share, self.talks = True, FirstTalks(plans)
@@ -166,6 +167,11 @@ class Judge:
         """
         if self.contract is None:
             return
+        if shape is not None:
+            began_bytes = usage.start_bytes - self._created_bytes
+            shape.most_start_bytes = max(shape.most_start_bytes, began_bytes)
+            self._fuller_bytes = shape.most_start_bytes - began_bytes
+            self._created_bytes += self._meter.created_bytes
         if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
             self._compiled.is_new = False
         elif shape is None or predicted_bytes is None:
@@ -231,7 +237,8 @@ class Judge:
         elif self._plans.blocks:  # otherwise `NO_BLOCKS` names it
             ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
         why = self._why_refused(shape, peak_is_in)
-        holding_bytes = None if by_transforms or _is_twice(shape) else self._holding_bytes
+        fuller_bytes = refused.needed_bytes + self._fuller_bytes
+        holding_bytes = None if by_transforms or _is_twice(shape) else max(self._holding_bytes, fuller_bytes)
         error = own.refusal(refused, why, ", ".join(ways), holding_bytes=holding_bytes)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True

@@ -62,6 +62,7 @@ class Shape:
         planned: the present plan; None before.
         rulings: the same in the form in which it is carried out.
         start_bytes: that the present plan is made for, live when a pass begins.
+        most_start_bytes: that were live when one of its windows began, without the state of optimizers made since.
         standing: what its windows have shown.
         wants_plan: whether the next pass is planned anew.
         aim_bytes: that its plan may be predicted to take, if the last window said so.
@@ -83,6 +84,7 @@ class Shape:
     planned: Planned | None = None
     rulings: dict[str, Ruling] = field(default_factory=dict[str, Ruling])
     start_bytes: int = 0
+    most_start_bytes: int = 0
     standing: Standing = field(default_factory=Standing)
     wants_plan: bool = True
     aim_bytes: int | None = None

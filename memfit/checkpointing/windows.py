@@ -89,9 +89,10 @@ class Meter:
         recorded, self._open = self._open.close(), None
         self.created_bytes, self.is_before_update = self._created_bytes, recorded.most_live_bytes > self._update_bytes
         self._created_bytes = self._update_bytes = 0
-        live_bytes = self._uncounted_bytes + recorded.most_live_bytes - other_bytes
+        beside_bytes = self._uncounted_bytes - other_bytes
+        live_bytes, start_bytes = beside_bytes + recorded.most_live_bytes, beside_bytes + recorded.start_bytes
         taken_bytes = max(recorded.most_taken_bytes - other_bytes, live_bytes)
-        return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind)
+        return Usage(taken_bytes=taken_bytes, live_bytes=live_bytes, kind=kind, start_bytes=start_bytes)
 
     def seconds(self) -> float | None:
         """Return the seconds from the beginning of the last window to the end of backward; waits for the device."""

@@ -13,7 +13,7 @@ from memfit.capture.step_check import is_over_ranks
 from memfit.checkpointing.handle import Checkpointed, loops_of
 from memfit.doors.checkpoint import checkpoint
 from memfit.dynamo.model import compile_in_place, release
-from memfit.errors import UnsupportedStepError
+from memfit.errors import MemfitError, UnsupportedStepError
 from memfit.options import CompileOptions
 from memfit.torch_private.modules import eager_call
 from memfit.torch_private.ranks import inside_ddp
@@ -79,7 +79,11 @@ def compile(
         return model
     calls = compile_in_place(inside, given, "memfit.compile", otherwise=otherwise)
     if optimizer is not None:
-        calls.account.optimizers.follow(optimizer)
+        try:
+            calls.account.optimizers.follow(optimizer)
+        except MemfitError:
+            release(inside)
+            raise
     return model
 
 

@@ -28,17 +28,20 @@ from memfit.dynamo.inputs import (
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
 from memfit.dynamo.settings import EAGER, GraphSettings, read_options
-from memfit.errors import InvalidOptionError, NotOneGraphError, UnsupportedStepError
+from memfit.dynamo.sums import used_often, watch_sums
+from memfit.errors import BY_CHECKPOINT, InvalidOptionError, MemfitError, NotOneGraphError, UnsupportedStepError
 from memfit.memory.contract import Warnings
 from memfit.plan import Plan
 from memfit.step.turns import turn_on
 from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import as_aot_takes_it, hand_over_absent
+from memfit.torch_private.autocast import any_autocast, autocast_nesting
 from memfit.torch_private.dynamo import ends_in_break, is_between_breaks, times_compiled
 from memfit.torch_private.modules import hooks_on_all_modules
 from memfit.torch_private.ranks import ddp_sorts_buckets
 from memfit.torch_private.tensors import (
     DATA_DEPENDENT_ERRORS,
+    failing_fakes_unlogged,
 )
 
 _log = logging.getLogger("memfit")
@@ -139,7 +142,7 @@ class PlannedGraph:
         self.compiled: dict[Any, CompiledGraph] = {}
         self.warnings = Warnings()
         self.awaiting = 0  # backward passes of calls so far
-        self._summed: set[int] = set()  # parameters of these that are used several times
+        self._used_often = used_often(self.module)
         self._given_account = account
         self._device = torch.device("cpu")  # of the latest call
         self._read = read
@@ -177,7 +180,7 @@ class PlannedGraph:
         self._may_be_part = False
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
-        key = (self._signatures.of(inputs), torch.is_grad_enabled())
+        key = (self._signatures.of(inputs), torch.is_grad_enabled(), autocast_nesting() > 0)
         compiled = self.compiled.get(key)
         if compiled is None:
             refuse_foreign(inputs, self.module)
@@ -192,29 +195,15 @@ class PlannedGraph:
         if compiled.plan is not None:
             if PlannedGraph.trained is not None and not _parameters_in(inputs):
                 PlannedGraph.trained |= {None}
-            self._warn_of_sums(inputs)
             self.awaiting += 1
         returned = self._run(compiled, inputs)
         for node in {leaf.grad_fn for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None}:
             node.register_prehook(compiled.check_gradients)
+            if self.options.kernels == EAGER:
+                is_cast = self.awaiting > 1 and any_autocast() and torch.is_autocast_cache_enabled()
+                watch_sums(node, inputs if is_cast else [inputs[at] for at in self._used_often], self.warnings)
             hand_over_absent(node)
         return returned
-
-    def _warn_of_sums(self, inputs: Sequence[Any]) -> None:
-        """Warn where eager would sum a parameter's gradients use by use, over calls that one backward pass is for."""
-        if not self.awaiting:
-            self._summed = set()
-        places = zip(inputs, (node for node in self.module.graph.nodes if node.op == "placeholder"), strict=False)
-        often = {id(it) for it, node in places if isinstance(it, torch.nn.Parameter) and len(node.users) > 1}
-        if often & self._summed:  # equal blocks, of other parameters, may run by one graph
-            self.warnings.warn(
-                "a graph that uses a parameter several times (tied embeddings, say) was called again before the "
-                "backward pass of its last call: if one backward pass is for both, each call's gradients are summed "
-                "first, eager's use by use, and last bits may differ; memfit.fit has eager's",
-                "sums",
-                most=1,
-            )
-        self._summed |= often
 
     def _run(self, compiled: CompiledGraph, inputs: Sequence[Any]) -> Any:
         """Run a compiled graph; one without a backward half has no plan, and is held to the budget by measurement."""
@@ -227,10 +216,10 @@ class PlannedGraph:
         """Return the compiled graph that `make` makes.
 
         Raises:
-            UnsupportedStepError: the graph depends on the value of a number or of a tensor.
+            NotOneGraphError: it depends on the value of a number or of a tensor, or PyTorch has no graph of its halves.
         """
         try:
-            with put_back_after_an_error():
+            with put_back_after_an_error(), failing_fakes_unlogged():
                 return make()
         except DATA_DEPENDENT_ERRORS as error:
             raise NotOneGraphError(
@@ -238,6 +227,13 @@ class PlannedGraph:
                 "as an attribute or what `item` gave, other than by +, -, * and / with a tensor of floats: pass it as "
                 "a tensor, or memfit.fit the step (it reads "
                 f"{numbers_read(self.module) or 'a number from a tensor'})"
+            ) from error
+        except (MemfitError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            raise NotOneGraphError(
+                f"PyTorch cannot make the two halves of a graph of the model ({text}): {BY_CHECKPOINT}"
             ) from error
 
     @cached_property

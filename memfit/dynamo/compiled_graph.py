@@ -17,6 +17,7 @@ from memfit.capture.corrected_fakes import corrected_fakes
 from memfit.capture.eager_draws import with_eagers_draws
 from memfit.capture.joint import JointCapture, capture_joint
 from memfit.capture.placement import on_its_own
+from memfit.capture.shared_casts import with_casts_shared
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.dynamo.inputs import (
@@ -113,14 +114,16 @@ class CompiledGraph:
         shared, own = overlapping(inputs), on_its_own
         examples = [own(each) if is_plain_dense(each) and n not in shared else each for n, each in enumerate(inputs)]
         self._written_by_others = {n for n, leaf in enumerate(inputs) if not isinstance(leaf, torch.nn.Parameter)}
-        self.function = self._by_inductor(examples) if graph.options.kernels == INDUCTOR else self._by_eager(examples)
+        is_eager = graph.options.kernels != INDUCTOR
+        module = noting_order(with_casts_shared(graph.module, inputs), self.ready) if is_eager else graph.module
+        self.function = (self._by_eager if is_eager else self._by_inductor)(module, examples)
         self.inputs = []
 
-    def _by_eager(self, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _by_eager(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         def traced(corrections: Corrections) -> Callable[..., Any]:
             with corrected_fakes(corrections):
                 return trace_joint(
-                    noting_order(self.graph.module, self.ready),
+                    module,
                     examples,
                     partition=partial(self._partition, corrections),
                     forward_compiler=lambda _module, _inputs: boxed(
@@ -135,7 +138,7 @@ class CompiledGraph:
 
         return with_real_results(traced)
 
-    def _by_inductor(self, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _by_inductor(self, module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         def plan(graph: Graph, budget_bytes: int | None) -> Plan:
             outside = self.outside.between_bytes if self.before is None else max(0, self.outside.held_bytes)
             settings = self.settings(graph).within(budget_bytes) if budget_bytes else as_it_is(graph, outside)
@@ -154,9 +157,7 @@ class CompiledGraph:
             host=self._host,
         )
         compiled = self._or_least(
-            lambda: compile_within(
-                self.graph.module, examples, device=self.device, planning=planning, unplanned=self._unplanned
-            )
+            lambda: compile_within(module, examples, device=self.device, planning=planning, unplanned=self._unplanned)
         )
         if not isinstance(compiled, Compiled):
             return compiled

@@ -175,7 +175,7 @@ class PlannedCalls:
                     "loses it there, with its gradient; memfit.checkpoint and memfit.eager run such a model as it is"
                 )
             return returned
-        except RuntimeError as error:
+        except Exception as error:
             if not is_compilers(error):
                 raise
             text = " ".join(str(error).split()).partition(" Hint:")[0][:400]

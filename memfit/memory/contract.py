@@ -69,11 +69,13 @@ class Usage:
         taken_bytes: counted against the budget: live bytes on a CPU; on CUDA reserved ones, with library workspaces.
         live_bytes: the most bytes that were live at once.
         kind: of the window.
+        start_bytes: that were live when it began, if that is known.
     """
 
     taken_bytes: int
     live_bytes: int
     kind: WindowKind = WindowKind.FIRST
+    start_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,20 @@ def autocast_here() -> Callable[[str], bool]:
     return is_on
 
 
+def is_cast_itself(name: str, device_type: str) -> bool:
+    """Return whether autocast treats an operator of aten, and not what its kernel calls.
+
+    Args:
+        name: of the operator, such as `linear`.
+        device_type: whose autocast it is.
+    """
+    overloads = getattr(torch.ops.aten, name).overloads() if hasattr(torch.ops.aten, name) else []
+    names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
+    is_known: Any = torch._C._dispatch_has_kernel  # pyright: ignore
+    has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore
+    return any(is_known(each) and has_kernel(each, f"Autocast{device_type.upper()}") for each in names)
+
+
 def autocast_nesting() -> int:
     """Return in how many `with torch.autocast` this thread is; a dispatch mode may ask."""
     nesting = torch.autocast_increment_nesting() - 1

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from traceback import walk_tb
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack as d
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as greedy_knapsack
 from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as ilp_knapsack
 
+from memfit.errors import MemfitError
 from memfit.torch_private.ambient import put_back_after_an_error
 from memfit.torch_private.aot import boxed
 from memfit.torch_private.modules import hooks_on_all_modules, own_call
@@ -177,11 +179,18 @@ def times_compiled() -> int:
 
 def is_compilers(error: BaseException) -> bool:
     """Return whether PyTorch's compiler has raised an error, and no code that it ran."""
-    from torch._dynamo.exc import TorchDynamoException  # takes seconds to import
+    from torch._dynamo import convert_frame  # takes seconds to import
+    from torch._dynamo.exc import TorchDynamoException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+    if isinstance(error, (MemfitError, torch.OutOfMemoryError, MemoryError)):
+        return False
+    if isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode)):
+        return True
     is_refused = isinstance(error, RuntimeError) and "fullgraph=True found no compiled frames" in str(error)
-    return is_refused or isinstance(error, (TorchDynamoException, GuardOnDataDependentSymNode))
+    return is_refused or any(
+        frame.f_code.co_filename == convert_frame.__file__ for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 _LOGGING = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
