@@ -167,3 +167,6 @@ def test_what_is_outside_is_scaled_to_the_size_of_the_outputs() -> None:
     assert seen.estimated(graph, 110) == Outside(between_bytes=550, held_bytes=220)
     assert seen.estimated(graph, 900) == Outside(between_bytes=8100, held_bytes=900)
     assert seen.estimated(frozenset({2}), 100) is None
+    seen.note(frozenset({2}), 0, Outside(between_bytes=0, held_bytes=0))  # an empty batch tells nothing of others
+    assert seen.estimated(frozenset({2}), 100) is None
+    assert seen.estimated(frozenset({2}), 0) == Outside(between_bytes=0, held_bytes=0)

@@ -100,11 +100,12 @@ class OutsideOfGraphs:
             graph: names it, as in `note`.
             departing_bytes: of its outputs at these sizes.
         """
-        known = self._seen.get(graph)
+        seen = self._seen.get(graph, {})
+        known = [each for each in seen if each or not departing_bytes]  # an empty batch tells nothing of others
         if not known:
             return None
         near = min(known, key=lambda each: abs(each - departing_bytes))
-        return known[near].scaled(departing_bytes, near) if near else known[near]
+        return seen[near].scaled(departing_bytes, near) if near else seen[near]
 
 
 def tangent_bytes(graph: Graph) -> int:

@@ -333,12 +333,13 @@ def _sizes(module: torch.nn.parallel.DistributedDataParallel, name: str) -> list
 def ddp_sorts_buckets() -> bool:
     """Return whether a DistributedDataParallel runs its module, and makes its buckets anew after the backward pass.
 
-    It sorts them by when gradients are ready, and tells one step later. On two ranks a sum does not depend on it.
+    It sorts them by when gradients are ready, and tells one step later. On two ranks a sum does not depend on it, but
+    what a communication hook makes of a bucket may.
     """
     if not torch.distributed.is_available():
         return False
     module = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    if module is None or module.process_group.size() <= 2:
+    if module is None or (module.process_group.size() <= 2 and not ddp_facts(module).get("comm_hook")):
         return False
     may_sort = module.static_graph or not module.find_unused_parameters
     return may_sort and not _sizes(module, "rebuilt_bucket_sizes")
