@@ -881,7 +881,20 @@ class Routed(nn.Module):
         return results
 
 
-@pytest.mark.parametrize("kind", [Queued, Routed])
+class Pushed(nn.Module):
+    """Adds its derivative in one direction, where a fake layer normalization fails inside of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3)])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result, derivative = torch.func.jvp(self.layers, (values,), (torch.ones_like(values),))
+        return result + derivative
+
+
+@pytest.mark.parametrize("kind", [Queued, Routed, Pushed])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_model_at_which_the_compiler_stops_trains_on_and_leaves_gradients_on(kind: Any) -> None:
     torch.manual_seed(0)
     model = kind()

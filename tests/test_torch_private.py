@@ -46,7 +46,7 @@ from memfit.torch_private.absent import (
     is_absent,
     real_form,
 )
-from memfit.torch_private.ambient import Ambient, put_back_after_an_error, saved_as_they_are
+from memfit.torch_private.ambient import Ambient, dispatch_keys_kept, put_back_after_an_error, saved_as_they_are
 from memfit.torch_private.aot import as_aot_takes_it, boxed, hand_over_absent, trace_joint
 from memfit.torch_private.autocast import (
     any_autocast,
@@ -1491,6 +1491,19 @@ def test_an_error_leaves_modes_as_they_were() -> None:
     with torch.no_grad(), put_back_after_an_error():
         torch.set_grad_enabled(True)
         assert torch.is_grad_enabled(), "nothing failed"
+
+
+def test_guards_that_are_freed_late_change_no_kernels() -> None:
+    excluded: Any = torch._C._dispatch_tls_local_exclude_set
+    before, guards = str(excluded()), [torch._C._AutoDispatchBelowAutograd()]
+    guards.append(torch._C._AutoDispatchBelowAutograd())
+    within = str(excluded())
+    del guards[0]  # in the wrong order, as frames of a failed trace may be freed
+    assert str(excluded()) == before
+    with dispatch_keys_kept():
+        guards.clear()
+        assert str(excluded()) == within
+    assert str(excluded()) == before
 
 
 def test_a_graph_as_aot_takes_it_computes_the_same() -> None:

@@ -16,6 +16,7 @@ from memfit.dynamo.settings import INDUCTOR, GraphSettings, read_options
 from memfit.errors import BY_CHECKPOINT, CaptureError, InvalidTargetError, NotOneGraphError, UnsupportedStepError
 from memfit.plan import Plan
 from memfit.step.turns import Turn
+from memfit.torch_private.ambient import dispatch_keys_kept
 from memfit.torch_private.dynamo import compiled_calls, is_compilers
 from memfit.torch_private.modules import Structure, eager_call, is_compiled, own_call, set_call
 
@@ -204,7 +205,8 @@ def let_go_of_frames(error: BaseException | None) -> None:
     user's functions around the call held when they returned, such as the graph of a loss.
     """
     if error is not None and error.__traceback__ is not None:
-        error.__traceback__ = None
+        with dispatch_keys_kept():
+            error.__traceback__ = None
         let_go_of_frames(error.__cause__)
         let_go_of_frames(error.__context__)
 

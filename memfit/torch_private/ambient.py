@@ -119,6 +119,14 @@ def _casts(device: str) -> tuple[bool, torch.dtype]:
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
+def dispatch_keys_kept() -> AbstractContextManager[Any]:
+    """Return a context at whose end the thread calls the kernels that it called before.
+
+    Frames of a failed trace may own guards, which put back what was on inside of the trace when the frames are freed.
+    """
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set())
+
+
 def saved_as_they_are() -> AbstractContextManager[Any]:
     """Return a context in which tensors are saved for backward as they are, whatever hooks of the user's are on."""
     if not changing_hooks():
