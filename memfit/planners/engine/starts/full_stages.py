@@ -20,7 +20,7 @@ import numpy as np
 from memfit.planners.engine.retention.decisions import Retention, held_bytes, keep_everything, keep_only, simulated
 from memfit.planners.engine.retention.instance import FREE, KEPT, Instance
 from memfit.planners.engine.solver import make_model, solve
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 _MOST_ROUNDS = 16  # of solving and simulating; most graphs need five
 _MOST_NEW = 4  # stages that one round adds, the fullest of each run of stages above the budget
