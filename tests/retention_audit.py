@@ -11,7 +11,7 @@ from memfit.planners.engine.retention.instance import Tables
 from memfit.planners.engine.retention.live_bytes import weigh
 from memfit.planners.engine.retention.stages import rebuild
 from memfit.planners.engine.retention.state import BUCKET_BITS, IncrementalState, empty_state
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 _ROUNDING = 1e-9  # relative, for sums of seconds in different orders
 

@@ -62,6 +62,6 @@ def test_moves_that_are_switched_off_give_their_share_to_toggles() -> None:
 
 @pytest.mark.parametrize("planner", ["search", "auto", "offload"])
 def test_an_unknown_part_is_refused_with_the_names_that_exist(planner: str) -> None:
-    with pytest.raises(InvalidOptionError, match=r"no part is called 'warp'; there are full_stages, .*, cpsat_proof"):
+    with pytest.raises(InvalidOptionError, match=r"has no part 'warp'; its parts: full_stages, .*, cpsat_proof"):
         make_planner(planner, without="shift,warp").plan(problem(network([10, 10]), 1000))
     assert re.search("switch off", options_of(AutoPlanner)["without"])

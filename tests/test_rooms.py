@@ -71,7 +71,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("carried", "cpsat", "offloading", "pool"),
         ("annealing", "results"),
         ("bounds", "overlapping", "peak_reducing_order", "retention"),
-        ("order", "pace", "parts", "solver", "tables"),
+        ("order", "pace", "parts", "solver"),
     ),
     "packing": (
         ("strategies",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -33,17 +33,17 @@ class Answer:
     """The answer of a command.
 
     Attributes:
-        target: as the user wrote it.
-        device: the name of the device.
         keys: the command's own JSON keys, beside those of every command.
-        parts: the same as text and tables, from top to bottom.
+        target: as the user wrote it; None if there is none.
+        device: the name of the device, likewise.
+        parts: the same as text and tables, from top to bottom; made only if they are shown.
         exit_status: of the process.
     """
 
-    target: str | None
-    device: str | None
     keys: Mapping[str, Any]
-    parts: tuple[RenderableType, ...] = ()
+    target: str | None = None
+    device: str | None = None
+    parts: Iterable[RenderableType] = ()
     exit_status: int = DONE
 
 

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.answer import Answer, rows_table
 from memfit.commands.work import working
 
 EXAMPLES = """
@@ -25,8 +25,7 @@ memfit calibrate --device cuda:0 --json
 def calibrate(
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="As torch names it: cpu, cuda:0.")] = "cpu",
     host_dir: options.HostDir = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Measure compute, memory and link rates of a device that is here, and keep them for later plans.
 
     The link of a CPU is that to the disk of --host-dir; plans that offload to that disk use its rates.
@@ -48,4 +47,4 @@ def calibrate(
         profile = measure_device(device, host_dir)
     keys: dict[str, Any] = msgspec.to_builtins(profile)
     rows = {name.replace("_", " "): str(value) for name, value in keys.items() if value not in (None, {}, "")}
-    return deliver(Answer(target=device, device=profile.name, keys=keys, parts=(rows_table(rows),)), as_json=as_json)
+    return Answer(target=device, device=profile.name, keys=keys, parts=(rows_table(rows),))

@@ -9,7 +9,7 @@ import typer
 
 from memfit.checker import check as check_schedule
 from memfit.commands import options
-from memfit.commands.answer import VERIFICATION_FAILED, Answer, deliver, rows_table
+from memfit.commands.answer import VERIFICATION_FAILED, Answer, rows_table
 from memfit.commands.targets import resolve
 from memfit.errors import InvalidScheduleError
 from memfit.graph import Graph
@@ -36,16 +36,15 @@ def check(
     ],
     plan: options.PlanFile,
     set_: options.WorkloadOptions = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Replay PLAN on GRAPH instruction by instruction. Exit status 4 says that the plan is not valid."""
     resolved = resolve(graph, options.read_settings(set_, "--set"))
     try:
         loaded = _load(plan, resolved)
         timeline = _replay(loaded, resolved)
     except InvalidScheduleError as error:
-        return deliver(_invalid(graph, error), as_json=as_json)
-    return deliver(_valid(graph, loaded, timeline), as_json=as_json)
+        return _invalid(graph, error)
+    return _valid(graph, loaded, timeline)
 
 
 def _load(path: Path, resolved: TrainingStep | Graph) -> Plan:

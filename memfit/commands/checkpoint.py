@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.answer import Answer, rows_table
 from memfit.commands.targets import require_step, resolve
 from memfit.commands.work import working
 from memfit.errors import InvalidOptionError
@@ -67,8 +67,7 @@ def checkpoint(
     save: Annotated[
         Path | None, typer.Option("--save", "-s", metavar="POLICY", help="Write the policy to this file (JSON).")
     ] = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Train TARGET for some steps under torch's own checkpoints within a budget, and show what is kept.
 
     The policy is for `memfit.checkpoint(model, policy="policy.json")` in the loop.
@@ -89,7 +88,7 @@ def checkpoint(
             device = str(next(step.model.parameters()).device)
     if save:
         write_policy(policy, save)
-    return deliver(_answer(target, device, policy, found, save), as_json=as_json)
+    return _answer(target, device, policy, found, save)
 
 
 def write_policy(policy: dict[str, Any], path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.answer import Answer, columns_table, rows_table
 from memfit.commands.compare_points import Comparison, Grid, compare_step
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.targets import resolve
@@ -73,8 +73,7 @@ def compare(
     repeats: Annotated[
         int, typer.Option("--repeats", metavar="N", min=1, help="With --measure: turns of eager and planned steps.")
     ] = 3,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Plan TARGET with every planner at the same budgets, and show peaks and overheads side by side."""
     require_writable(report)
     search = options.Search(host_budget=host_budget, host_dir=host_dir, time_limit=time_limit, seed=seed)
@@ -89,7 +88,7 @@ def compare(
         if report and not work.interrupted:
             work.stage("writing the report")
             write_comparison(comparison.graph, comparison.device, comparison.points, report)
-    return deliver(_answer(target, comparison, report, work.exit_status), as_json=as_json)
+    return _answer(target, comparison, report, work.exit_status)
 
 
 def _answer(target: str, comparison: Comparison, report: Path | None, exit_status: int) -> Answer:

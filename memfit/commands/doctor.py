@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from memfit.commands import options
-from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.answer import Answer, rows_table
 from memfit.commands.work import working
 from memfit.report.formatting import count_text
 from memfit.system.budget import format_bytes
@@ -48,7 +47,7 @@ _WITHOUT_RECORDER = (
 _FEW_FREE_BYTES = 1 << 30  # on the disk of the cache
 
 
-def doctor(as_json: options.Json = False) -> int:
+def doctor() -> Answer:
     """Show versions, devices, memory, links, caches, and the parts of memfit that do not work here, with remedies."""
     with working() as work:
         work.stage("looking at the devices")
@@ -66,7 +65,7 @@ def doctor(as_json: options.Json = False) -> int:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "off": _off(devices, libraries, cache),
     }
-    return deliver(Answer(target=None, device=None, keys=keys, parts=_parts(keys)), as_json=as_json)
+    return Answer(keys=keys, parts=_parts(keys))
 
 
 def _version(package: str) -> str | None:

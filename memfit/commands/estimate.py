@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.answer import Answer, columns_table, rows_table
 from memfit.commands.graph_with_costs import Costed, graph_with_costs
 from memfit.commands.ranks import RankRow, Ranks, on_ranks, one_of, ranks_answer, require_alone
 from memfit.commands.targets import resolve
@@ -98,8 +98,7 @@ def estimate(
     within: Annotated[
         str | None, typer.Option("--within", metavar="SIZE", help="What that run may take: 6GiB, or 60% of the peak.")
     ] = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Say how much memory TARGET needs unplanned, and which storages hold it. No op runs, no activation is allocated.
 
     The workspace of kernels, and the real bytes of what they return, are not known without running them: workspace is
@@ -113,7 +112,7 @@ def estimate(
     if len(clusters) > 1:
         with working() as work:
             rows = [_row(target, settings, device_profile, each, work, forward_only=forward_only) for each in clusters]
-        return deliver(ranks_answer(target, rows, f"{target}, unplanned", work.exit_status), as_json=as_json)
+        return ranks_answer(target, rows, f"{target}, unplanned", work.exit_status)
     with working() as work:
         with on_ranks(one_of(clusters)) as there:
             costed = graph_with_costs(
@@ -129,7 +128,7 @@ def estimate(
         parallel = parallel_bytes(run.graph, run.device) if parallel_safe else None
         has_seconds = bool(device_profile)
         figures = there.figures_of(run, costed.step, has_seconds=has_seconds) if clusters else None
-    return deliver(_answer(target, run, needs, parallel, timed, figures), as_json=as_json)
+    return _answer(target, run, needs, parallel, timed, figures)
 
 
 def _row(

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.answer import Answer, columns_table, rows_table
 from memfit.commands.checkpoint import write_policy
 from memfit.commands.curves import write_report
 from memfit.commands.plan_keys import bounds_of, offloads_of, offloads_row
@@ -63,8 +63,7 @@ def fit(
     report: options.Report = None,
     curve: options.CurvePoints = 10,
     repeats: options.Repeats = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Plan TARGET within a budget, run it, prove that its results are the same bits as eager's, and measure both."""
     require_writable(save, report)
     given = _given_plan(budget, plan)
@@ -95,7 +94,7 @@ def fit(
         if report and _is_of_graph(planned):
             shown = replace(planned.noted(measured), bitwise_equal=True)
             write_report(planned.plan, report, curve, settings, work, shown)
-    return deliver(_answer(target, facts, planned, measured, save, report), as_json=as_json)
+    return _answer(target, facts, planned, measured, save, report)
 
 
 def _is_of_graph(planned: PlannedStep | CheckpointedStep) -> TypeIs[PlannedStep]:

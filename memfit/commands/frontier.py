@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Unpack
 
 import msgspec
 import typer
@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, columns_table, deliver, rows_table
+from memfit.commands.answer import Answer, columns_table, rows_table
 from memfit.commands.batch_trial import Trial
 from memfit.commands.ranks import Ranks, There, clusters_from, on_ranks
 from memfit.commands.targets import require_step, resolve
@@ -98,8 +98,9 @@ def frontier(
         Settings(budget=budget, planner=planner, time_limit_seconds=time_limit_seconds, seed=seed), device_profile
     )
     clusters = clusters_from(ranks)
+    asked = _Asked(target, over or {}, clusters, device_profile, settings, largest)
     with working() as work:
-        return [row for row, _ in _rows(target, over or {}, clusters, device_profile, settings, largest, work)]
+        return [row for row, _ in asked.rows(work)]
 
 
 def batch(
@@ -111,16 +112,16 @@ def batch(
     device_profile: options.DeviceProfile = None,
     largest: options.LargestBatch = _MOST_BATCH,
     report: options.Report = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Find the largest batch of TARGET that fits a budget, and its overhead. Several batch sizes are planned."""
     require_writable(report)
     settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: [value] for name, value in options.read_settings(set_, "--set").items()}
+    asked = _Asked(target, over, clusters, device_profile, settings, largest)
     if len(clusters) > 1:
-        return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
+        return _table(asked, report)
     with working() as work:
-        ((row, trial),) = _rows(target, over, clusters, device_profile, settings, largest, work)
+        ((row, trial),) = asked.rows(work)
         _write_report("memfit batch", trial.name, [(row, trial)], settings, report, work)
     if row.largest_batch == 0 and not work.interrupted:
         raise trial.refusal()
@@ -135,8 +136,7 @@ def batch(
     columns = ("batch", "peak", "unplanned", "overhead", "samples a second (predicted)")
     table = columns_table(columns, [point.cells(trial.budget_bytes) for point in row.points])
     parts = (Text(head), table, *_rank_table([row]), *_written(report))
-    answer = Answer(target=target, device=trial.device.name, keys=keys, parts=parts, exit_status=work.exit_status)
-    return deliver(answer, as_json=as_json)
+    return Answer(target=target, device=trial.device.name, keys=keys, parts=parts, exit_status=work.exit_status)
 
 
 def command(
@@ -151,40 +151,64 @@ def command(
     device_profile: options.DeviceProfile = None,
     largest: options.LargestBatch = _MOST_BATCH,
     report: options.Report = None,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Find the largest batch that fits a budget, and its price, for every combination of sizes. Nothing is trained."""
     require_writable(report)
     settings, clusters = _in_bytes(search.settings(budget), device_profile), ranks.clusters()
     over = {name: _values(name, text) for name, text in options.read_settings(set_, "--set").items()}
-    return _table(target, over, clusters, device_profile, settings, largest, report, as_json=as_json)
+    return _table(_Asked(target, over, clusters, device_profile, settings, largest), report)
 
 
-def _table(
-    target: str,
-    over: Mapping[str, Sequence[str]],
-    clusters: Sequence[Cluster],
-    device_profile: str | None,
-    settings: Settings,
-    largest: int,
-    report: Path | None,
-    *,
-    as_json: bool,
-) -> int:
+class _Asked(NamedTuple):
+    """Which steps are planned: those of every combination of sizes, on every number of ranks."""
+
+    target: str | Callable[..., TrainingStep]
+    over: Mapping[str, Sequence[Any]]
+    clusters: Sequence[Cluster]
+    device_profile: str | None
+    settings: Settings
+    largest: int
+
+    def rows(self, work: Work) -> Iterator[tuple[FrontierRow, Trial]]:
+        """Yield the row of each combination, with the plans that it was made from; fewer rows after Ctrl-C."""
+        from memfit.workloads.batch_sizes import batch_size  # imports torch
+
+        first = 0  # a row begins with the batch that the one before ended with
+        for cluster, *values in itertools.product(self.clusters or (None,), *self.over.values()):
+            if work.interrupted:
+                return
+            chosen = dict(zip(self.over, values, strict=True))
+            shown = chosen if cluster is None else {"ranks": cluster.ranks, **chosen}
+            work.stage(f"building the step{''.join(f', {name} {value}' for name, value in shown.items())}")
+            with on_ranks(cluster) as there:
+                step = self._step(chosen, there)
+                trial = Trial(str(self.target), chosen, self.device_profile, self.settings, work, step, there)
+                row = trial.row(first or batch_size(trial.step), self.largest)
+            first = max(1, row.largest_batch)
+            yield msgspec.structs.replace(row, options=shown), trial
+
+    def _step(self, chosen: Mapping[str, Any], there: There) -> TrainingStep:
+        if not isinstance(self.target, str):
+            return there.made(partial(self.target, **chosen))
+        refusal = f"{self.target} is a graph of one size; a batch is sought for a workload or path/to/file.py:function"
+        return require_step(resolve(self.target, chosen, there.ranks), refusal)
+
+
+def _table(asked: _Asked, report: Path | None) -> Answer:
     """Answer with a row for every combination of sizes and numbers of ranks."""
+    budget_bytes = int(asked.settings.budget)
     with working() as work:
-        found = list(_rows(target, over, clusters, device_profile, settings, largest, work))
-        _write_report("memfit frontier", target, found, settings, report, work)
+        found = list(asked.rows(work))
+        _write_report("memfit frontier", str(asked.target), found, asked.settings, report, work)
     rows = [row for row, _ in found]
-    keys = {"budget_bytes": int(settings.budget), "rows": [row.keys() for row in rows]}
+    keys = {"budget_bytes": budget_bytes, "rows": [row.keys() for row in rows]}
     titles = ("largest batch", "peak", "unplanned", "overhead", "samples a second", "fastest batch, its samples")
-    names = (*(("ranks",) if clusters else ()), *over)
+    names = (*(("ranks",) if asked.clusters else ()), *asked.over)
     lines = [(*(str(row.options[name]) for name in names), *row.cells()) for row in rows]
-    head = Text(f"{target} within {format_bytes(int(settings.budget))}{' on each rank' if clusters else ''}")
+    head = Text(f"{asked.target} within {format_bytes(budget_bytes)}{' on each rank' if asked.clusters else ''}")
     parts = (head, columns_table((*names, *titles), lines), *_rank_table(rows), *_written(report))
     device = found[-1][1].device.name
-    answer = Answer(target=target, device=device, keys=keys, parts=parts, exit_status=work.exit_status)
-    return deliver(answer, as_json=as_json)
+    return Answer(target=str(asked.target), device=device, keys=keys, parts=parts, exit_status=work.exit_status)
 
 
 def _rank_table(rows: Sequence[FrontierRow]) -> tuple[RenderableType, ...]:
@@ -232,37 +256,3 @@ def _values(name: str, text: str) -> list[str]:
     if not all(values) or len(set(values)) < len(values):
         raise InvalidOptionError(f"--set {name}={text}: expected values with commas between them, each once")
     return values
-
-
-def _rows(
-    target: str | Callable[..., TrainingStep],
-    over: Mapping[str, Sequence[Any]],
-    clusters: Sequence[Cluster],
-    device_profile: str | None,
-    settings: Settings,
-    largest: int,
-    work: Work,
-) -> Iterator[tuple[FrontierRow, Trial]]:
-    """Yield the row of each combination, with the plans that it was made from; fewer rows after Ctrl-C."""
-    from memfit.workloads.batch_sizes import batch_size  # imports torch
-
-    first = 0  # a row begins with the batch that the one before ended with
-    for cluster, *values in itertools.product(clusters or (None,), *over.values()):
-        if work.interrupted:
-            return
-        chosen = dict(zip(over, values, strict=True))
-        shown = chosen if cluster is None else {"ranks": cluster.ranks, **chosen}
-        work.stage(f"building the step{''.join(f', {name} {value}' for name, value in shown.items())}")
-        with on_ranks(cluster) as there:
-            step = _step_of(target, chosen, there)
-            trial = Trial(str(target), chosen, device_profile, settings, work, step, there)
-            row = trial.row(first or batch_size(trial.step), largest)
-        first = max(1, row.largest_batch)
-        yield msgspec.structs.replace(row, options=shown), trial
-
-
-def _step_of(target: str | Callable[..., TrainingStep], chosen: Mapping[str, Any], there: There) -> TrainingStep:
-    if not isinstance(target, str):
-        return there.made(partial(target, **chosen))
-    refusal = f"{target} is a graph of one size; a batch is sought for a workload or path/to/file.py:function"
-    return require_step(resolve(target, chosen, there.ranks), refusal)

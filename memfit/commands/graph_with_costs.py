@@ -15,7 +15,6 @@ from memfit.planning import Settings, make_plan
 from memfit.system.budget import Card
 
 if TYPE_CHECKING:
-    from memfit.capture.across import Across
     from memfit.capture.build import Captured
     from memfit.capture.training_step import TrainingStep
     from memfit.cost.observations import Corrections
@@ -104,33 +103,23 @@ def graph_with_costs(
         return Costed(resolved, profile or GENERIC)
     from memfit.capture import capture, finish, with_real_results  # torch: a graph file needs none
     from memfit.cost.calibration import linked_device
-    from memfit.cost.measurement import measure
-    from memfit.cost.rooflines import roofline
-
-    host = (settings.host_budget_bytes, settings.host_dir) if settings else (0, None)
-    work.stage("capturing the step")
-    if not costs:
-        captured = capture(resolved)
-        return Costed(captured.graph, profile or linked_device(captured.binding.device, *host), resolved, captured)
-    if profile is not None:
-        captured = capture(resolved)
-        graph = roofline(captured.graph, captured.binding, profile)
-        graph = graph if resolved.across is None else _with_links(graph, resolved.across, profile)
-        forms = None if resolved.has_backward else partial(_forms, captured, work, profile)
-        return Costed(graph, profile, resolved, captured, forms)
 
     def finished(corrections: Corrections) -> Captured:
         captured = capture(resolved, corrections=corrections)
         work.stage("measuring each op")
         return finish(captured, progress=work.done)
 
-    captured = with_real_results(finished)
-    graph = measure(captured.graph, captured.binding, captured.observed)
-    device = linked_device(captured.binding.device, *host)
-    graph = graph if resolved.across is None else _with_links(graph, resolved.across, device)
-    return Costed(
-        graph, device, resolved, captured, None if resolved.has_backward else partial(_forms, captured, work, None)
-    )
+    work.stage("capturing the step")
+    captured = with_real_results(finished) if costs and profile is None else capture(resolved)
+    graph = _with_seconds(captured, profile) if costs else captured.graph
+    host = (settings.host_budget_bytes, settings.host_dir) if settings else (0, None)
+    device = profile or linked_device(captured.binding.device, *host)
+    if costs and resolved.across is not None:
+        from memfit.cost.links import Link, with_links
+
+        graph = with_links(graph, resolved.across.ring_of, Link.parse(resolved.across.absent_link, device))
+    forms = None if resolved.has_backward else partial(_forms, captured, work, profile)
+    return Costed(graph, device, resolved, captured, forms)
 
 
 def _forms(captured: Captured, work: Work, profile: Device | None) -> Iterator[Graph]:
@@ -142,21 +131,19 @@ def _forms(captured: Captured, work: Work, profile: Device | None) -> Iterator[G
         profile: gives the seconds; without one, the chains are measured here.
     """
     from memfit.capture import finish
-    from memfit.cost.measurement import measure
-    from memfit.cost.rooflines import roofline
     from memfit.step.chunked import in_chunks
 
     work.stage("cutting chains of ops into chunks of rows")
     for form in in_chunks(captured, is_run=profile is None):
-        if profile is not None:
-            yield roofline(form.graph, form.binding, profile)
-        else:
-            measured = finish(form)
-            yield measure(measured.graph, measured.binding, measured.observed)
+        yield _with_seconds(finish(form) if profile is None else form, profile)
 
 
-def _with_links(graph: Graph, across: Across, device: Device) -> Graph:
-    """Return the graph with the seconds of its collectives, over links that the ranks would have."""
-    from memfit.cost.links import Link, with_links
+def _with_seconds(captured: Captured, profile: Device | None) -> Graph:
+    """Return the graph of a capture with the seconds that ops took here, or those of a profile's roofline."""
+    if profile is None:
+        from memfit.cost.measurement import measure
 
-    return with_links(graph, across.ring_of, Link.parse(across.absent_link, device))
+        return measure(captured.graph, captured.binding, captured.observed)
+    from memfit.cost.rooflines import roofline
+
+    return roofline(captured.graph, captured.binding, profile)

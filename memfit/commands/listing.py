@@ -10,8 +10,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.commands import options
-from memfit.commands.answer import Answer, columns_table, deliver
+from memfit.commands.answer import Answer, columns_table
 from memfit.device import Device
 from memfit.packing import PACKERS
 from memfit.planners import PLANNERS
@@ -28,17 +27,17 @@ _MORE = {
 EXAMPLES = {noun: f"\nExamples:\n\nmemfit {noun}\n\n{more}\n" for noun, more in _MORE.items()}
 
 
-def planners(as_json: options.Json = False) -> int:
+def planners() -> Answer:
     """List the planners, with their options and sources."""
-    return _deliver("planners", _entries(PLANNERS), "--option", as_json)
+    return _listed("planners", _entries(PLANNERS), "--option")
 
 
-def packers(as_json: options.Json = False) -> int:
+def packers() -> Answer:
     """List the packers, with their options and sources."""
-    return _deliver("packers", _entries(PACKERS), "--option", as_json)
+    return _listed("packers", _entries(PACKERS), "--option")
 
 
-def workloads(as_json: options.Json = False) -> int:
+def workloads() -> Answer:
     """List the built-in workloads, with their options and sources."""
     entries: list[dict[str, Any]] = [
         {
@@ -53,10 +52,10 @@ def workloads(as_json: options.Json = False) -> int:
         }
         for workload in WORKLOADS.values()
     ]
-    return _deliver("workloads", entries, "--set", as_json)
+    return _listed("workloads", entries, "--set")
 
 
-def devices(as_json: options.Json = False) -> int:
+def devices() -> Answer:
     """List the device profiles that a plan can be made for."""
     from memfit.cost.device_profiles import DEVICES
 
@@ -65,7 +64,7 @@ def devices(as_json: options.Json = False) -> int:
     sources = [Text(f"{name}: {printable(device.source)}", style="dim") for name, device in DEVICES.items()]
     keys = {"devices": [msgspec.to_builtins(device) for device in DEVICES.values()]}
     parts: tuple[RenderableType, ...] = (columns_table(columns, rows), Text(), *sources)
-    return deliver(Answer(target=None, device=None, keys=keys, parts=parts), as_json=as_json)
+    return Answer(keys=keys, parts=parts)
 
 
 def _entries(classes: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -100,9 +99,9 @@ def _device_row(name: str, device: Device) -> tuple[str, ...]:
     )
 
 
-def _deliver(noun: str, entries: list[dict[str, Any]], option_flag: str, as_json: bool) -> int:
+def _listed(noun: str, entries: list[dict[str, Any]], option_flag: str) -> Answer:
     parts = tuple(_entry_part(entry, option_flag) for entry in entries)
-    return deliver(Answer(target=None, device=None, keys={noun: entries}, parts=parts), as_json=as_json)
+    return Answer(keys={noun: entries}, parts=parts)
 
 
 def _entry_part(entry: dict[str, Any], option_flag: str) -> RenderableType:

@@ -15,6 +15,7 @@ import msgspec
 import typer
 
 from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
+from memfit.commands.answer import Answer, deliver
 from memfit.commands.verbosity import Verbosity
 from memfit.errors import InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
@@ -145,10 +146,10 @@ class Search:
         return replace(settings, reads_kept_plans=not self.no_cache, stops_on_interrupt=False)
 
 
-def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
+def with_each_option(command: Callable[..., Answer]) -> Callable[..., int]:
     """Return a command as typer takes it: with each option of a group, such as `Search`, in the place of the group.
 
-    Each command also has the options of `Verbosity`.
+    Each command also has `--json` and the options of `Verbosity`. Its answer is written, and its exit status returned.
     """
     taken: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[Any, list[str]]] = {}
@@ -162,14 +163,15 @@ def with_each_option(command: Callable[..., int]) -> Callable[..., int]:
             taken[name] = parameter
     keyword = inspect.Parameter.KEYWORD_ONLY
     of_all = inspect.signature(Verbosity, eval_str=True).parameters
-    taken |= of_all
+    taken |= {"as_json": inspect.Parameter("as_json", keyword, default=False, annotation=Json), **of_all}
     signature = inspect.Signature([parameter.replace(kind=keyword) for parameter in taken.values()])
 
     @wraps(command)
     def run(**given: Any) -> int:
+        as_json: bool = given.pop("as_json")
         Verbosity(**{name: given.pop(name) for name in of_all}).choose(shows_progress=not sys.stderr.isatty())
         chosen = {group: kind(**{name: given.pop(name) for name in own}) for group, (kind, own) in groups.items()}
-        return command(**given, **chosen)
+        return deliver(command(**given, **chosen), as_json=as_json)
 
     vars(run).update(__signature__=signature)
     run.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.answer import Answer, rows_table
 from memfit.commands.targets import GRAPH_ENDINGS
 from memfit.commands.work import Work, working
 from memfit.device import GENERIC, Device
@@ -106,8 +106,7 @@ def pack(
     timeline: _Timeline = False,
     parallel_safe: _ParallelSafe = None,
     paths: _Paths = PATHS,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Give every block of FILE an address, as low as possible. Steps are half-open, [lower, upper)."""
     require_writable(output, picture)
     _require_picture(picture)
@@ -137,7 +136,7 @@ def pack(
         if picture is not None:
             draw = write_layout_png if picture.suffix.lower() in _PNG else write_layout_html
             draw(blocks, layout, picture, name=file.name)
-    return deliver(_answer(file, blocks, layout, seconds, extra, timeline, work.exit_status), as_json=as_json)
+    return _answer(file, blocks, layout, seconds, extra, timeline, work.exit_status)
 
 
 def _compile(work: Work) -> None:

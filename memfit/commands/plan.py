@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memfit.commands import options
-from memfit.commands.answer import INTERRUPTED, Answer, columns_table, deliver, rows_table
+from memfit.commands.answer import INTERRUPTED, Answer, columns_table, rows_table
 from memfit.commands.curves import trade_off, write_report
 from memfit.commands.graph_with_costs import graph_with_costs
 from memfit.commands.plan_keys import bounds_of, counts_of, host_of
@@ -71,8 +71,7 @@ def plan(
             help="Plan N more budgets with planner auto, from the unplanned peak down to the bound.",
         ),
     ] = 0,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Find a plan for TARGET within a budget, and show its cost.
 
     The step does not run; its ops are measured one by one here, unless --device-profile is given.
@@ -85,7 +84,7 @@ def plan(
         with working() as work:
             rows = [_planned(target, of_workload, device_profile, asked, each, work) for each in clusters]
         head = f"{target} within {budget} on each rank; all predicted"
-        return deliver(ranks_answer(target, rows, head, work.exit_status), as_json=as_json)
+        return ranks_answer(target, rows, head, work.exit_status)
     with working() as work:
         settings = work.follow(asked)
         with on_ranks(one_of(clusters)) as there:
@@ -98,7 +97,7 @@ def plan(
         if report and not work.interrupted:
             write_report(found, report, curve, settings, work)
         figures = there.figures(costed, found.schedule) if clusters else None
-    return deliver(_answer(target, found, points, figures, save, report, work.exit_status), as_json=as_json)
+    return _answer(target, found, points, figures, save, report, work.exit_status)
 
 
 def _planned(

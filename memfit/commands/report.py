@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from memfit.commands import options
-from memfit.commands.answer import Answer, deliver, rows_table
+from memfit.commands.answer import Answer, rows_table
 from memfit.commands.curves import report_curve, write_report
 from memfit.commands.work import Work, working
 from memfit.errors import InvalidOptionError
@@ -48,8 +49,7 @@ def report(
     curve: options.CurvePoints = 10,
     time_limit: options.TimeLimit = DEFAULT_TIME_LIMIT_SECONDS,
     seed: options.Seed = 0,
-    as_json: options.Json = False,
-) -> int:
+) -> Answer:
     """Show a plan: as a page, a picture, a trace, or (without -o) as an explanation in plain text."""
     files = output or []
     for path in files:
@@ -62,13 +62,12 @@ def report(
         for path in files:
             _write(loaded, path, curve, settings, work)
         keys: dict[str, Any] = {"files": [str(path) for path in files]}
-        parts: tuple[RenderableType, ...] = (rows_table({str(path): "written" for path in files}),)
+        parts: Iterable[RenderableType] = (rows_table({str(path): "written" for path in files}),)
         if not files:
-            points = report_curve(loaded, curve, settings, work)
-            explanation = explained(loaded, points)
-            parts = () if as_json else (explanation_text(explanation),)
-            keys |= {"explanation": explanation_keys(explanation)} if as_json else {}
-    return deliver(Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts), as_json=as_json)
+            explanation = explained(loaded, report_curve(loaded, curve, settings, work))
+            parts = map(explanation_text, (explanation,))  # takes a while, which JSON does not need
+            keys["explanation"] = explanation_keys(explanation)
+    return Answer(target=str(plan), device=loaded.device.name, keys=keys, parts=parts)
 
 
 def _require_suffix(path: Path) -> None:

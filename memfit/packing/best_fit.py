@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from memfit.packing.blocks import Blocks, Layout, PackingProblem, make_layout
 from memfit.packing.sections import Sections, sections_of
 from memfit.system.compiled import compiled, entry_point
+from memfit.system.records import record
 
-_LINE = np.dtype(
-    [("offset", np.int64), ("last", np.int32), ("before", np.int32), ("after", np.int32), ("at", np.int32)]
-)
+_LINE = record("offset", short="last before after at")
 _NONE = -1
 
 

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from memfit.packing.blocks import Blocks
 from memfit.packing.sections import Sections
 from memfit.system.compiled import compiled, entry_point
+from memfit.system.records import record
 
 _WINDOWS_A_RANGE = 4  # of mean length: with fewer, lists are longer; with more, blocks are in more lists
-_PLACED = np.dtype([("offset", np.int64), ("top", np.int64), ("first", np.int32), ("last", np.int32)])
+_PLACED = record("offset top", short="first last")
 
 
 class Shelf(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from memfit.errors import InvalidOptionError
+from memfit.system.registered import made_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,4 @@ def parts_without(packer: str, without: str) -> Parts:
     Raises:
         InvalidOptionError: the packer has no such part; the message lists those that it has.
     """
-    known = _OF_PACKER[packer]
-    names = [name.strip() for name in without.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise InvalidOptionError(f"packer {packer!r} has no part {name!r}; its parts: {', '.join(known)}")
-    return Parts(**dict.fromkeys(names, False))
+    return made_without(Parts, without, owner=f"packer {packer!r}", known=_OF_PACKER[packer])

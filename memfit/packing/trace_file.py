@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,8 @@ _HEADER = "a header `id,lower,upper,size` (or id,start,end,size), in any order"
 _MOST_NUMBER = 1 << 61  # of steps and sizes, so that no sum of two leaves int64
 _MOST_DIGITS = 19  # of numbers up to `_MOST_NUMBER`
 _WIDEST_BYTES = 1 << 28  # of ids in an array whose cells are all as wide as the longest
-_COMMA, _NEWLINE, _RETURN, _SPACE, _TAB, _ZERO = 44, 10, 13, 32, 9, 48
-_BLANK_LINE = re.compile(rb"\n[ \t\r]*(?=\n)")
+_NUMBER = rb"(?:0|[1-9][0-9]{0,17})"
+_NUMBERS = re.compile(rb"(?>%b,%b,%b,%b\r?\n)*" % ((_NUMBER,) * len(_SPELLINGS)))  # lines of such numbers alone
 
 
 def read_trace(path: Path | str, *, ends: str = "exclusive", alignment_bytes: int = 1) -> Blocks:
@@ -79,19 +80,6 @@ def _fail(path: Path | str, row: int, column: str, message: str) -> NoReturn:
     raise InvalidFileError(f"{path}: row {row}, column {column!r}: {message}")
 
 
-class _Rows(NamedTuple):
-    """Rows of a file, as int64[rows, columns] three times.
-
-    Attributes:
-        numbers: the number of each field; -1 for an id that is no number.
-        begins, stops: where the text of each field begins and stops.
-    """
-
-    numbers: NDArray[np.int64]
-    begins: NDArray[np.int64]
-    stops: NDArray[np.int64]
-
-
 def _read_columns(path: Path | str) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     """Return the name in the file, and the values, of each column: id, start, end and size. The first bad row raises.
 
@@ -100,41 +88,29 @@ def _read_columns(path: Path | str) -> tuple[dict[str, str], dict[str, NDArray[A
     pieces = _whole_lines(read_chunks(Path(path)))
     first = next(pieces, b"").removeprefix(b"\xef\xbb\xbf")
     columns, names = _read_header(path, first)
-    grown = [_Grown() for _ in columns]
-    texts: dict[int, list[str]] = {}  # row that a piece begins with -> its ids, where one of them is a text
-    at, before = columns.index("id"), 0
+    found: dict[str, list[NDArray[Any]]] = {column: [] for column in columns}
+    rows = 0
     for lines in chain([first.partition(b"\n")[2]], pieces):
-        content = b"\n" + lines
-        rows = _read_rows(path, content, names, before)
-        if (rows.numbers[:, at] < 0).any():
-            texts[before] = _texts(path, names[at], content, rows.begins[:, at], rows.stops[:, at], before)
-        for number, column in enumerate(grown):
-            column.add(rows.numbers[:, number])
-        before += len(rows.numbers)
-    if before == 0:
+        if _NUMBERS.fullmatch(lines):
+            read = np.fromstring(lines.replace(b"\n", b","), np.int64, sep=",").reshape(-1, len(columns)).T
+        else:
+            read = _read_lines(path, lines, names, rows)
+        rows += len(read[0])
+        for column, values in zip(columns, read, strict=True):
+            found[column].append(np.ascontiguousarray(values))
+    if rows == 0:
         _fail(path, 2, "id", "there is no block below the header, expected one or more")
-    values: dict[str, NDArray[Any]] = {name: column.whole() for name, column in zip(columns, grown, strict=True)}
-    if texts:
-        values["id"] = _with_texts(values["id"], texts)
-    return dict(zip(columns, names, strict=True)), values
+    # One column after the other: all pieces beside all columns would take twice the memory.
+    return dict(zip(columns, names, strict=True)), {column: _joined(found.pop(column)) for column in columns}
 
 
-class _Grown:
-    """A column that grows where it lies: pieces that are joined at the end would take its memory twice."""
-
-    def __init__(self) -> None:
-        self._values, self._count = np.empty(0, np.int64), 0
-
-    def add(self, more: NDArray[np.int64]) -> None:
-        count = self._count + len(more)
-        if count > len(self._values):
-            self._values.resize(max(count, len(self._values) * 9 // 8), refcheck=False)
-        self._values[self._count : count] = more
-        self._count = count
-
-    def whole(self) -> NDArray[np.int64]:
-        self._values.resize(self._count, refcheck=False)
-        return self._values
+def _joined(pieces: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the values of a column; numbers become texts where one of the ids is no number."""
+    if all(piece.dtype == np.int64 for piece in pieces):
+        return np.concatenate(pieces)
+    texts = [str(value) for piece in pieces for value in piece.tolist()]
+    widest_bytes = 4 * len(texts) * max(map(len, texts))
+    return np.array(texts, dtype=object if widest_bytes > _WIDEST_BYTES else None)
 
 
 def _whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -149,20 +125,6 @@ def _whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             rest += chunk
     if rest:
         yield rest + b"\n"
-
-
-def _with_texts(ids: NDArray[np.int64], pieces: Mapping[int, Sequence[str]]) -> NDArray[Any]:
-    """Return the ids as texts.
-
-    Args:
-        ids: those that are numbers.
-        pieces: row -> the texts of a piece that begins there.
-    """
-    texts: list[str] = [str(number) for number in ids.tolist()]
-    for row, piece in pieces.items():
-        texts[row : row + len(piece)] = piece
-    widest_bytes = 4 * len(texts) * max(map(len, texts))
-    return np.array(texts, dtype=object if widest_bytes > _WIDEST_BYTES else None)
 
 
 def _read_header(path: Path | str, content: bytes) -> tuple[list[str], list[str]]:
@@ -190,70 +152,48 @@ def _shown(text: bytes) -> str:
     return ascii(text.strip(b"\r\n").decode("utf-8", "replace")[:60])
 
 
-def _read_rows(path: Path | str, content: bytes, names: Sequence[str], before: int) -> _Rows:
-    """Return the rows of some lines. The first bad row raises.
+def _read_lines(path: Path | str, lines: bytes, names: Sequence[str], before: int) -> list[NDArray[Any]]:
+    """Return the columns of some lines, one row after the other. The first bad row raises.
 
     Args:
         path: names the file in errors.
-        content: a newline, and the lines, each of which ends in a newline.
+        lines: each ends in a newline.
         names: of the columns.
         before: how many rows of the file stand above these lines.
     """
-    blank = _BLANK_LINE.search(content)
-    text = np.frombuffer(content, np.uint8)[: blank.start() + 1 if blank else None]
-    separators = np.flatnonzero((text == _NEWLINE) | (text == _COMMA))
-    at_ends = np.flatnonzero(text[separators] == _NEWLINE)
-    ends, bad = separators[at_ends], np.diff(at_ends) != len(names)
-    rows = int(np.argmax(bad)) if bad.any() else len(bad)  # of as many fields as there are columns
-    stops = separators[at_ends[0] : at_ends[rows] + 1]
-    begins, stops = (each.reshape(rows, len(names)) for each in (stops[:-1] + 1, stops[1:]))
-    stops[:, -1] -= text[stops[:, -1] - 1] == _RETURN
-    _strip(text, begins, stops)
-    values = _numbers(text, begins, stops)
-    is_id = np.array([_NAMES[name] == "id" for name in names])
-    wrong = np.where(is_id, begins == stops, values < 0).any(axis=1)
-    if wrong.any() or rows < len(bad):
-        row = int(np.argmax(wrong)) if wrong.any() else rows
-        _fail_row(path, names, before + row + 2, content[ends[row] + 1 : ends[row + 1]])
-    if blank:
-        _fail(path, before + rows + 2, names[0], "the line is blank, expected a block; remove it if nothing is missing")
-    is_padded = is_id & (stops > begins + 1) & (text[begins] == _ZERO)  # 007 is another id than 7
-    return _Rows(np.where(is_padded, -1, values), begins, stops)
+    rows = [_read_line(path, number, names, line) for number, line in enumerate(BytesIO(lines), before + 2)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    whole = [all(isinstance(value, int) for value in column) for column in columns]
+    return [np.array(column, np.int64 if each else object) for column, each in zip(columns, whole, strict=True)]
 
 
-def _strip(text: NDArray[np.uint8], begins: NDArray[np.int64], stops: NDArray[np.int64]) -> None:
-    """Move the ends of fields inwards over spaces and tabs."""
-    is_blank = (text == _SPACE) | (text == _TAB)
-    while (blank := (begins < stops) & is_blank[begins]).any():
-        begins += blank
-    while (blank := (begins < stops) & is_blank[stops - 1]).any():
-        stops -= blank
+def _read_line(path: Path | str, number: int, names: Sequence[str], line: bytes) -> list[int | str]:
+    """Return the values of one row: numbers, but for an id that is none."""
+    fields = [field.strip(b" \t") for field in line.removesuffix(b"\n").removesuffix(b"\r").split(b",")]
+    if not line.strip():
+        _fail(path, number, names[0], "the line is blank, expected a block; remove it if nothing is missing")
+    values = [_read_field(path, number, name, field) for name, field in zip(names, fields, strict=False)]
+    if len(fields) != len(names):
+        is_missing = "is missing: " if len(fields) < len(names) else ""
+        name = names[min(len(fields), len(names) - 1)]
+        _fail(path, number, name, f"{is_missing}expected {len(names)} values, got {len(fields)} in {_shown(line)}")
+    return values
 
 
-def _numbers(text: NDArray[np.uint8], begins: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the whole number in each field, -1 for a field that has none up to `_MOST_NUMBER`."""
-    lengths = stops - begins
-    values, wrong = np.zeros_like(lengths), (lengths == 0) | (lengths > _MOST_DIGITS)
-    for place in range(min(int(lengths.max(initial=0)), _MOST_DIGITS)):
-        inside = place < lengths
-        digits = text[np.minimum(begins + place, len(text) - 1)] - np.uint8(_ZERO)  # above 9 for what is no digit
-        wrong |= inside & (digits > 9)
-        values = np.where(inside, 10 * values + digits, values)
-    return np.where(wrong | (values < 0) | (values > _MOST_NUMBER), -1, values)
-
-
-def _fail_row(path: Path | str, names: Sequence[str], number: int, line: bytes) -> NoReturn:
-    fields = [field.strip(b" \t") for field in line.removesuffix(b"\r").split(b",")]
-    for name, field in zip(names, fields, strict=False):
-        kind = _NAMES[name]
-        if not (field if kind == "id" else field.isdigit()):
-            expected = "an id" if kind == "id" else f"a whole number from {1 if kind == 'size' else 0}"
-            _fail(path, number, name, f"got {_shown(field)}, expected {expected}")
-        if kind != "id" and (len(field) > _MOST_DIGITS or int(field) > _MOST_NUMBER):
-            _fail(path, number, name, f"got {_shown(field)}, which is too large: expected at most {_MOST_NUMBER}")
-    is_missing = "is missing: " if len(fields) < len(names) else ""
-    name = names[min(len(fields), len(names) - 1)]
-    _fail(path, number, name, f"{is_missing}expected {len(names)} values, got {len(fields)} in {_shown(line)}")
+def _read_field(path: Path | str, number: int, name: str, field: bytes) -> int | str:
+    kind = _NAMES[name]
+    is_number = field.isdigit() and len(field) <= _MOST_DIGITS and int(field) <= _MOST_NUMBER
+    if kind == "id" and not (is_number and str(int(field)).encode() == field):  # 007 is another id than 7
+        try:
+            return field.decode() or _fail(path, number, name, "got '', expected an id")
+        except UnicodeDecodeError:
+            _fail(path, number, name, f"got {field[:60]!r}, expected text in UTF-8")
+    if not field.isdigit():
+        expected = f"a whole number from {1 if kind == 'size' else 0}"
+        _fail(path, number, name, f"got {_shown(field)}, expected {expected}")
+    if not is_number:
+        _fail(path, number, name, f"got {_shown(field)}, which is too large: expected at most {_MOST_NUMBER}")
+    return int(field)
 
 
 def _require_ranges(
@@ -282,19 +222,6 @@ def _require_ranges(
         what = f"{'empty' if stop == start else 'reversed'}, expected an end after the start: [{start}, {stop}) "
         what += "holds no step; if ends are live too, say --ends inclusive"
     _fail(path, at + 2, names["end"], f"the range is {what}")
-
-
-def _texts(
-    path: Path | str, name: str, content: bytes, begins: NDArray[np.int64], stops: NDArray[np.int64], before: int
-) -> list[str]:
-    """Return the texts of one column of some rows."""
-    texts: list[str] = []
-    for row, (begin, stop) in enumerate(zip(begins.tolist(), stops.tolist(), strict=True)):
-        try:
-            texts.append(content[begin:stop].decode())
-        except UnicodeDecodeError:
-            _fail(path, before + row + 2, name, f"got {content[begin:stop][:60]!r}, expected text in UTF-8")
-    return texts
 
 
 def _require_different(path: Path | str, name: str, ids: NDArray[Any]) -> None:

@@ -10,45 +10,11 @@ from torch import Tensor, nn
 from memfit.workloads.parts import Options, Parts, cross_entropy
 
 CHARACTERS = 128  # ASCII
-_WORDS = [
-    "a",
-    "the",
-    "one",
-    "no",
-    "every",
-    "some",
-    "model",
-    "memory",
-    "layer",
-    "tensor",
-    "step",
-    "kernel",
-    "device",
-    "host",
-    "plan",
-    "reads",
-    "writes",
-    "keeps",
-    "drops",
-    "copies",
-    "recomputes",
-    "fits",
-    "grows",
-    "waits",
-    "and",
-    "while",
-    "before",
-    "after",
-    "small",
-    "large",
-    "slow",
-    "fast",
-    "old",
-    "new",
-    "again",
-    "often",
-    "seldom",
-]
+_WORDS = (
+    "a the one no every some model memory layer tensor step kernel device host plan reads writes keeps drops "
+    "copies recomputes fits grows waits and while before after small large slow fast old new again often "
+    "seldom"
+)
 
 
 class CharacterLSTM(nn.Module):
@@ -70,10 +36,10 @@ def corpus(length: int) -> str:
     >>> corpus(20)
     'small reads tensor drops plan large kernel.'
     """
-    draw = random.Random(0)
+    draw, words = random.Random(0), _WORDS.split()
     text = ""
     while len(text) < length:
-        text += ("\n" if text else "") + " ".join(draw.choices(_WORDS, k=draw.randint(4, 9))) + "."
+        text += ("\n" if text else "") + " ".join(draw.choices(words, k=draw.randint(4, 9))) + "."
     return text
 
 

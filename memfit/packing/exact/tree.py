@@ -2,92 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memfit.packing.parts import RULES, Parts
+from memfit.system.records import Integers, Table, record
 
 _UNDOS = 256  # for each block and each section: a search that needs more room gives up
-_BLOCK = np.dtype(
-    [
-        ("size", np.int64),
-        ("floor", np.int64),  # the top of what is placed below it
-        ("rise", np.int64),  # the least offset that it can take: its floor, or more if it is excluded from there
-        ("offset", np.int64),
-        ("support", np.int64),  # the least top that an excluded block can lie on; scratch
-        ("first", np.int32),
-        ("last", np.int32),
-        ("rank", np.int32),  # in the order of the search
-        ("placed", np.int32),
-        ("excluded", np.int32),  # whether it is in `Tree.excluded`
-        ("open", np.int32),  # an excluded block whose support is being looked for; scratch
-        ("place", np.int32),  # where it stands in `Tree.left`
-        ("entry", np.int64),  # where the place in the list of its first section stands in `Tree.places`
-        ("step", np.int64),  # of the search in which the block was last put into `Tree.undo`
-    ]
-)
-_SECTION = np.dtype(
-    [
-        ("left", np.int64),  # bytes of the blocks left in the section
-        ("rise", np.int64),  # the least offset that any of them can take
-        ("support", np.int64),  # the least top that any of them has if it lies on its floor
-        ("head", np.int64),  # the section's blocks are `Tree.live[head:]`, those left first
-        ("step", np.int64),  # as of a block
-        ("count", np.int32),  # blocks left
-        ("ready", np.int32),  # of which so many can lie at `rise`
-        ("changed", np.int32),  # whether it is in `Tree.changed`
-    ]
-)
-_PLACEMENT = np.dtype(
-    [
-        ("undos", np.int64),  # how many changes there were before it
-        ("block", np.int32),
-    ]
-)
-_UNDO = np.dtype(
-    [
-        ("kind", np.int32),
-        ("number", np.int32),  # of the block or the section
-        ("first", np.int64),  # what it had before
-        ("second", np.int64),
-        ("third", np.int64),
-    ]
-)
-_STATE = np.dtype(
-    [
-        ("depth", np.int64),  # blocks placed
-        ("undos", np.int64),  # changes in `Tree.undo`
-        ("left", np.int64),  # blocks left
-        ("excluded", np.int64),  # blocks in `Tree.excluded`
-        ("changed", np.int64),  # sections in `Tree.changed`
-        ("step", np.int64),  # counts placements and exclusions
-        ("capacity", np.int64),
-        ("nodes", np.int64),  # visited since `start`
-        ("most", np.int64),  # blocks that were placed at once
-    ]
-)
-_RULES = np.dtype([(name, np.bool_) for name in RULES])
+_BLOCK = record("size floor rise offset support entry step", short="first last rank placed excluded open place")
+_SECTION = record("left rise support head step", short="count ready changed")
+_PLACEMENT = record("undos", short="block")
+_UNDO = record("first second third", short="kind number")
+_STATE = record("depth undos left excluded changed step capacity nodes most")
+_RULES = record(flags=" ".join(RULES))
 
 
 class Tree(NamedTuple):
-    """All arrays of one search. `live` and `left` are sets: their members stand first, so that undoing is counting."""
+    """All arrays of one search. `live` and `left` are sets: their members stand first, so that undoing is counting.
 
-    blocks: NDArray[Any]
-    sections: NDArray[Any]
-    placements: NDArray[Any]
-    undo: NDArray[Any]
+    Attributes:
+        blocks: record[blocks]: `floor` is the top of what is placed below the block; `rise`, the least offset that it
+            can take, is more if it is `excluded` from there; `support` is the least top that an excluded block can lie
+            on, and `open` says that it is being looked for (scratch); `rank` is its place in the order of the search,
+            `place` in `left`; `entry` is the place in `places` of its first section; `step` is that of the search in
+            which it was last put into `undo`.
+        sections: record[sections]: `left` bytes of the blocks that are left; `rise`, the least offset that any of them
+            can take, and `ready`, how many of them can lie there; `support`, the least top that any of them has if it
+            lies on its floor; `live[head:]` are its blocks, the `count` left ones first; `step` as of a block;
+            `changed`, whether it is in `changed`.
+        placements: record[blocks + 1]: the block, and how many changes there were before it.
+        undo: record[changes]: what a block or a section (`number`) had before.
+        live: int32[entries], the blocks of each section.
+        places: int64[entries], where each block stands in the lists of its sections.
+        left: int32[blocks], those that are not placed.
+        excluded, changed: the blocks and the sections that are.
+        state: one record: how many blocks are placed (`depth`), left, excluded, and were placed at once (`most`); the
+            numbers of undos and changed sections; `step` counts placements and exclusions; `nodes` since `start`.
+        rules: one record: which rules are switched on.
+    """
+
+    blocks: Table
+    sections: Table
+    placements: Table
+    undo: Table
     live: NDArray[np.int32]
-    places: NDArray[np.int64]
+    places: Integers
     left: NDArray[np.int32]
     excluded: NDArray[np.int32]
     changed: NDArray[np.int32]
-    state: NDArray[Any]
-    rules: NDArray[Any]
+    state: Table
+    rules: Table
 
 
-def make_tree(sizes: NDArray[np.int64], firsts: NDArray[np.int32], lasts: NDArray[np.int32], parts: Parts) -> Tree:
+def make_tree(sizes: Integers, firsts: NDArray[np.int32], lasts: NDArray[np.int32], parts: Parts) -> Tree:
     """Return a tree over blocks, which `start` can use again and again.
 
     Args:

@@ -35,8 +35,8 @@ from memfit.planners.engine.offloading.intervals import (
     OffloadIntervals,
     merged,
 )
-from memfit.planners.engine.tables import Integers
 from memfit.schedule import Code, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
+from memfit.system.records import Integers
 
 
 @dataclass(slots=True, kw_only=True)

@@ -46,9 +46,9 @@ from memfit.planners.engine.order import update_at_once_order
 from memfit.planners.engine.retention.decisions import Retention, evaluate, keep_everything, simulated
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import build_instance
-from memfit.planners.engine.tables import Flags, Integers
 from memfit.schedule import Code, Schedule
 from memfit.simulate import simulate
+from memfit.system.records import Flags, Integers
 
 FAILURE = -1.0  # reward of a failed episode, in steps: more than recomputing all of forward costs
 NOTHING = 0  # the first action

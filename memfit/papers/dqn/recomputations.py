@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.planners.engine.retention.instance import NOT_AN_OP, Instance
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 
 def moved_ahead(

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.planners.engine.retention.instance import FREE, Instance
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 FEATURES = 6  # of x_v: size, transfer, recomputation, next visit, action type, validity
 VALID = 5  # the feature that changes: whether the row's action is valid

@@ -19,8 +19,8 @@ from memfit.planners.engine.order import original_order
 from memfit.planners.engine.results import kept_schedule, predict
 from memfit.planners.engine.retention.decisions import drop_at, keep_everything
 from memfit.planners.engine.retention.instance import KEPT, build_instance
-from memfit.planners.engine.tables import Flags
 from memfit.schedule import Schedule
+from memfit.system.records import Flags
 
 _RAISED = 6  # how often the bytes to save are raised by what a plan lacks
 _WEIGHTS = (1.0, 4.0, 16.0, np.inf)  # of seconds of recomputations, tried until their bytes fit, too

@@ -20,8 +20,8 @@ from memfit.plan import Problem, Result
 from memfit.planners.engine.offloading.absences import HostRoom
 from memfit.planners.engine.offloading.intervals import OffloadIntervals
 from memfit.planners.engine.results import Ending, make_result, predict
-from memfit.planners.engine.tables import Flags, Integers
 from memfit.schedule import Code, Schedule
+from memfit.system.records import Flags, Integers
 
 
 class CopyPlanner(ABC):

@@ -13,8 +13,8 @@ from memfit.papers.planners.closed_sets import splitting_vertices
 from memfit.papers.planners.recompute_counts import CountPlanner, Counts
 from memfit.papers.planners.vertices import Vertices, vertices_of
 from memfit.planners.engine.retention.instance import Instance
-from memfit.planners.engine.tables import Integers
 from memfit.system.compiled import entry_point
+from memfit.system.records import Integers
 
 _NEVER = 1 << 60  # more than any sum of bytes
 

@@ -35,8 +35,8 @@ from memfit.planners.engine.retention.instance import NOT_AN_OP, Instance, Table
 from memfit.planners.engine.retention.live_bytes import step_back
 from memfit.planners.engine.retention.sorting import sort
 from memfit.planners.engine.retention.state import STORAGE_STATE
-from memfit.planners.engine.tables import Flags, Integers, Table
 from memfit.system.compiled import compiled, entry_point
+from memfit.system.records import Flags, Integers, Table
 
 Counts = Integers
 

@@ -20,8 +20,8 @@ from memfit.planners.engine.results import keeping_schedule
 from memfit.planners.engine.retention.decisions import Retention, drop_at, evaluate, keep_everything, simulated
 from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import FREE, Instance, build_instance
-from memfit.planners.engine.tables import Flags
 from memfit.schedule import Schedule
+from memfit.system.records import Flags
 
 _MODES = ("swap", "recompute", "both")
 

@@ -17,8 +17,8 @@ from memfit.plan import Problem
 from memfit.planners.engine.offloading.absences import HostRoom, load
 from memfit.planners.engine.offloading.intervals import find_offload_intervals, with_offloads
 from memfit.planners.engine.results import keeping_schedule
-from memfit.planners.engine.tables import Integers
 from memfit.schedule import Schedule
+from memfit.system.records import Integers
 
 _DIRECT_ORDER, _CHAIN_RULE = "direct_order", "chain_rule"
 

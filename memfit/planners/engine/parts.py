@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from memfit.errors import InvalidOptionError
+from memfit.system.registered import made_without
 
 WITHOUT_HELP = "parts of the search to switch off, comma-separated, to measure what they gain"
 """The help of the option `without` of the planners that search."""
@@ -52,11 +52,7 @@ class Parts:
             InvalidOptionError: a name that is no part's; the message lists those that exist.
         """
         known = [field.name for field in dataclasses.fields(Parts)]
-        off = [name for each in names.split(",") if (name := each.strip())]
-        for name in off:
-            if name not in known:
-                raise InvalidOptionError(f"no part is called {name!r}; there are {', '.join(known)}")
-        return Parts(**dict.fromkeys(off, False))
+        return made_without(Parts, names, owner="the search", known=known)
 
 
 ALL_PARTS = Parts()

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from memfit.planners.engine.parts import ALL_PARTS, Parts
 from memfit.planners.engine.retention.instance import Instance, Tables
 from memfit.planners.engine.retention.state import IncrementalState
-from memfit.planners.engine.tables import Table, record
 from memfit.system.compiled import compiled
+from memfit.system.records import Table, record
 
 MOST_CHANGES = 64  # intervals changed by one move
 

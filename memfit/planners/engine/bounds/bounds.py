@@ -38,7 +38,7 @@ from memfit.plan import Bounds, Problem
 from memfit.planners.engine.bounds.last_large_op import least_at_last_large_op
 from memfit.planners.engine.bounds.minimum_cuts import NO_BOUND, Bound, Cuts, OpCuts
 from memfit.planners.engine.parts import ALL_PARTS, Parts
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 _LEAST_GRID, _MOST_GRID, _HALVINGS = 9, 65, 4  # ops tried at first, evenly; then between the best and its neighbours
 _GUESSES = 8  # at the seconds of a step with copies on the host

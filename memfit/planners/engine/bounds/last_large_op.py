@@ -9,7 +9,7 @@ import numpy as np
 from memfit.device import Device
 from memfit.graph import Graph
 from memfit.planners.engine.bounds.minimum_cuts import UNBOUNDED, Cuts, minimum_cut
-from memfit.planners.engine.tables import Flags
+from memfit.system.records import Flags
 
 _MOST_LEVELS = 24  # sets of large ops that are tried
 _WORK = 150_000  # ops of the graph times minimum cuts: a quarter of a second or so

@@ -22,7 +22,7 @@ import numpy as np
 
 from memfit.device import Device
 from memfit.graph import Graph, Phase
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 UNBOUNDED = 1 << 55
 """A capacity that no minimum cut pays."""

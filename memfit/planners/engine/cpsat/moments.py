@@ -48,8 +48,8 @@ from memfit.plan import Problem
 from memfit.planners.engine.bounds.bounds import op_room_bytes
 from memfit.planners.engine.bounds.minimum_cuts import Cuts
 from memfit.planners.engine.solver import make_model, solve
-from memfit.planners.engine.tables import Flags
 from memfit.simulate.arrays import link_of
+from memfit.system.records import Flags
 
 _UNITS = float(1 << 34)  # the seconds of all ops once; each term loses up to one unit by rounding
 _MOST_UNITS = 1 << 40  # a copy of 64 steps takes long enough

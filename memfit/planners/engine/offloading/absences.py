@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memfit.plan import Problem
 from memfit.planners.engine.offloading.intervals import OffloadIntervals
 from memfit.planners.engine.offloading.streams import make_possible, make_streams
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 SCORES = ("DOA", "AOA", "WDOA", "SWDOA")
 Weights = NDArray[np.float64]

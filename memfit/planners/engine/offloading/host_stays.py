@@ -19,7 +19,7 @@ from memfit.planners.engine.retention.emit import emit
 from memfit.planners.engine.retention.instance import KEPT, Instance
 from memfit.planners.engine.retention.stages import rebuild
 from memfit.planners.engine.retention.state import IncrementalState, empty_state
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from memfit.graph import Graph
 from memfit.plan import Problem
-from memfit.planners.engine.tables import Integers, Table, record
 from memfit.schedule import Code, Drop, DropHost, Instruction, Offload, Prefetch, Schedule, Wait
 from memfit.simulate import simulate
 from memfit.simulate.live_ranges import LiveRanges, live_ranges
+from memfit.system.records import Integers, Table, record
 
 _STOP = record("held_bytes", floats="seconds done_seconds")
 _INTERVAL = record(

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from memfit.planners.engine.annealing.state import draw
 from memfit.planners.engine.offloading.intervals import OffloadIntervals
-from memfit.planners.engine.tables import Table, record
 from memfit.system.compiled import compiled, entry_point
+from memfit.system.records import Table, record
 
 _NOWHERE = -1
 _SWAP = 0.4  # share of moves that exchange two intervals

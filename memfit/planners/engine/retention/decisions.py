@@ -16,7 +16,7 @@ from memfit.planners.engine.retention.instance import DROPPED, FREE, KEPT, Insta
 from memfit.planners.engine.retention.live_bytes import weigh
 from memfit.planners.engine.retention.stages import rebuild
 from memfit.planners.engine.retention.state import BUCKET_BITS, IncrementalState, empty_state
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

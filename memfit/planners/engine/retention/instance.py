@@ -27,8 +27,8 @@ import numpy as np
 from memfit.errors import InvalidOptionError
 from memfit.graph import Graph, Op, Phase
 from memfit.plan import Problem
-from memfit.planners.engine.tables import Flags, Integers, Table, record
 from memfit.simulate.in_place import may_reuse_in_place
+from memfit.system.records import Flags, Integers, Table, record
 
 NOT_AN_OP = -1
 FREE, KEPT, DROPPED = 0, 1, 2  # an interval's rule: the planner decides; it must be kept; it must be dropped

@@ -10,8 +10,8 @@ from __future__ import annotations
 from memfit.planners.engine.retention.instance import Tables
 from memfit.planners.engine.retention.state import BUCKET_BITS, MOST_RECOMPUTATIONS, IncrementalState
 from memfit.planners.engine.retention.undo import add_live, set_within
-from memfit.planners.engine.tables import Table
 from memfit.system.compiled import compiled, entry_point
+from memfit.system.records import Table
 
 
 @compiled

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.planners.engine.tables import Integers, Table
 from memfit.system.compiled import compiled
+from memfit.system.records import Integers, Table
 
 
 @compiled

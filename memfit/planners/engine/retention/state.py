@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.planners.engine.retention.instance import Tables
-from memfit.planners.engine.tables import Table, record
 from memfit.system.compiled import compiled
+from memfit.system.records import Table, record
 
 MOST_RECOMPUTATIONS = 32  # of one op; more are never useful, and rows of fixed length are fast
 BUCKET_BITS = 6  # stages in a bucket, as a power of two

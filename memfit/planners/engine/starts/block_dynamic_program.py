@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from memfit.planners.engine.retention.decisions import Retention
 from memfit.planners.engine.starts.blocks import Blocks, Option, option_of
-from memfit.planners.engine.tables import Flags, Integers
 from memfit.system.compiled import entry_point
+from memfit.system.records import Flags, Integers
 
 _UNITS = 1024  # of what the budget leaves: the precision of bytes
 _TRIES = 7  # of aims between the budget and what already fits

@@ -27,7 +27,7 @@ from memfit.planners.engine.retention.decisions import (
 from memfit.planners.engine.retention.instance import Instance
 from memfit.planners.engine.retention.state import IncrementalState
 from memfit.planners.engine.starts.forward_part import ForwardPart
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 _MOST_BLOCKS = 256
 _FURTHEST = 64  # ops around a place that are compared with it

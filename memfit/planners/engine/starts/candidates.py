@@ -19,7 +19,7 @@ from memfit.planners.engine.retention.instance import KEPT, NOT_AN_OP, Instance
 from memfit.planners.engine.starts.block_dynamic_program import join, worth_joining
 from memfit.planners.engine.starts.blocks import Blocks, Option, nested, option_of
 from memfit.planners.engine.starts.forward_part import ForwardPart
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # blocks in a segment
 _INNER = (1, 2, 4, 8)  # blocks in a segment within a segment

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.planners.engine.retention.instance import Instance
-from memfit.planners.engine.tables import Integers
+from memfit.system.records import Integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 from memfit.planners.engine.retention.decisions import Retention, held_bytes, keep_everything, keep_only, simulated
 from memfit.planners.engine.retention.instance import FREE, KEPT, Instance
 from memfit.planners.engine.solver import make_model, solve
-from memfit.planners.engine.tables import Flags, Integers
+from memfit.system.records import Flags, Integers
 
 _MOST_ROUNDS = 16  # of solving and simulating; most graphs need five
 _MOST_NEW = 4  # stages that one round adds, the fullest of each run of stages above the budget
@@ -81,7 +81,7 @@ class _Family:
         reads: position -> the forward's storages that it reads.
         writer, size_bytes: of each storage.
         last_forward: the last position of forward that writes or reads it.
-        first_backward, last_backward: the positions of backward that read it; one past the end, and -1, if none does.
+        last_backward: the last position of backward that reads it; -1 if none does.
         last_needed: the last stage in which backward, or a recomputed op, may read it.
         rule: of the interval that crosses the forward/backward boundary.
     """
@@ -91,7 +91,6 @@ class _Family:
     writer: Integers
     size_bytes: Integers
     last_forward: Integers
-    first_backward: Integers
     last_backward: Integers
     last_needed: Integers
     rule: Integers
@@ -103,13 +102,8 @@ class _Family:
         writer: Integers = tables.storages["writer"].copy()
         reads = [[s for s in instance.reads(position) if writer[s] < start] for position in range(end)]
         last_forward, last_backward = writer.copy(), np.full(len(writer), -1)
-        first_backward = np.full(len(writer), end)
         for position, here in enumerate(reads):
-            if position < start:
-                last_forward[here] = position
-            else:
-                first_backward[here] = np.minimum(first_backward[here], position)
-                last_backward[here] = position
+            (last_forward if position < start else last_backward)[here] = position
         rule = np.full(len(writer), KEPT)
         rule[tables.intervals["storage"][instance.crosses]] = tables.intervals["rule"][instance.crosses]
         return _Family(
@@ -118,9 +112,8 @@ class _Family:
             writer=writer,
             size_bytes=tables.storages["size_bytes"].copy(),
             last_forward=last_forward,
-            first_backward=first_backward,
             last_backward=last_backward,
-            last_needed=_last_needed(instance, reads, first_backward, last_backward),
+            last_needed=_last_needed(instance, reads, last_backward),
             rule=rule,
         )
 
@@ -171,15 +164,14 @@ class _Family:
         return [storage for storage in self.instance.writes(position) if self.last_backward[storage] >= stage]
 
 
-def _last_needed(
-    instance: Instance, reads: list[list[int]], first_backward: Integers, last_backward: Integers
-) -> Integers:
+def _last_needed(instance: Instance, reads: list[list[int]], last_backward: Integers) -> Integers:
     """Return of each storage the last stage in which backward reads it, or recomputes a reader of it."""
-    last = last_backward.copy()
-    for position in range(instance.backward_start - 1, -1, -1):
+    start, first, last = instance.backward_start, last_backward.copy(), last_backward.copy()
+    for position in range(len(reads) - 1, start - 1, -1):
+        first[reads[position]] = position
+    for position in range(start - 1, -1, -1):
         written = instance.writes(position)
-        first = np.where(first_backward[written] < len(instance.op_at), first_backward[written], -1)
-        later = int(np.maximum(first, np.where(last_backward[written] < 0, last[written], -1)).max(initial=-1))
+        later = np.where(last_backward[written] < 0, last[written], first[written]).max(initial=-1)
         last[reads[position]] = np.maximum(last[reads[position]], later)
     return last
 
