@@ -144,6 +144,21 @@ bool is_full(uint64_t bytes, int device) {
   return fake_held_on[device] + bytes > fake_capacity_bytes;
 }
 
+struct Pool {
+  uint64_t used = 0, most_used = 0, held = 0, most_held = 0;
+};
+
+Pool pools[kDevices];
+std::unordered_map<uint64_t, Given> pooled;  // by address from cudaMallocAsync
+
+void hold(int device, uint64_t bytes) {
+  Pool& pool = pools[device];
+  fake_held_on[device] += bytes - pool.held;
+  fake_peak_on[device] = std::max(fake_peak_on[device], fake_held_on[device]);
+  pool.held = bytes;
+  pool.most_held = std::max(pool.most_held, bytes);
+}
+
 void unmap(void* address, uint64_t bytes) {
   if (fake_has_memory) {
     munmap(address, in_pages(bytes));
@@ -245,6 +260,8 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   use_device();
+  *pointer = nullptr;
+  if (bytes == 0) return cudaSuccess;
   if (is_full(bytes, current_device)) return cudaErrorMemoryAllocation;
   const uint64_t address = reserve(bytes);
   give(address, bytes, current_device);
@@ -259,6 +276,67 @@ cudaError_t cudaFree(void* pointer) {
   if (found == given.end()) return cudaErrorInvalidValue;
   unmap(pointer, found->second.bytes);
   take_back(found->first);
+  return cudaSuccess;
+}
+
+// The pool of a device, as torch's `cudaMallocAsync` backend uses it: it holds what it has once taken until it is
+// trimmed, and all that is free in it serves any request.
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
+  *pool = reinterpret_cast<cudaMemPool_t>(&pools[device]);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
+  use_device();
+  Pool& pool = pools[current_device];
+  *pointer = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  const uint64_t held = std::max(pool.held, in_pages(pool.used + bytes));
+  if (is_full(held - pool.held, current_device)) return cudaErrorMemoryAllocation;
+  hold(current_device, held);
+  pool.used += bytes;
+  pool.most_used = std::max(pool.most_used, pool.used);
+  const uint64_t address = reserve(bytes);
+  pooled[address] = {bytes, current_device};
+  *pointer = reinterpret_cast<void*>(address);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
+  if (pointer == nullptr) return cudaSuccess;
+  const auto found = pooled.find(reinterpret_cast<uint64_t>(pointer));
+  if (found == pooled.end()) return cudaErrorInvalidValue;
+  pools[found->second.device].used -= found->second.bytes;
+  unmap(pointer, found->second.bytes);
+  pooled.erase(found);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t least) {
+  const int device = reinterpret_cast<Pool*>(pool) - pools;
+  hold(device, std::min(pools[device].held, std::max<uint64_t>(least, in_pages(pools[device].used))));
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void* value) {
+  const Pool& of = *reinterpret_cast<Pool*>(pool);
+  const std::map<int, uint64_t> known = {{cudaMemPoolAttrReservedMemCurrent, of.held},
+                                         {cudaMemPoolAttrReservedMemHigh, of.most_held},
+                                         {cudaMemPoolAttrUsedMemCurrent, of.used},
+                                         {cudaMemPoolAttrUsedMemHigh, of.most_used}};
+  *static_cast<uint64_t*>(value) = known.at(attribute);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void*) {
+  Pool& of = *reinterpret_cast<Pool*>(pool);
+  if (attribute == cudaMemPoolAttrReservedMemHigh) of.most_held = of.held;
+  if (attribute == cudaMemPoolAttrUsedMemHigh) of.most_used = of.used;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) {
   return cudaSuccess;
 }
 

@@ -14,10 +14,10 @@ from memfit.memory.contract import (
     WINDOWS_BEFORE_LARGER,
     Aim,
     Contract,
-    Evaluations,
     Held,
     Refused,
     Standing,
+    Unused,
     Usage,
     Warnings,
     WindowKind,
@@ -178,14 +178,27 @@ def test_its_verdicts_need_no_torch() -> None:
 
 
 def test_unused_memory_is_returned_where_evaluations_and_steps_alternate_and_may_not_fit_both() -> None:
-    evaluations = Evaluations()
-    assert evaluations.begin(held_bytes=10, live_bytes=10, budget_bytes=1000), "what it takes is not known"
-    assert not evaluations.begin(900, 10, 1000), "another one was before it"
-    evaluations.end(live_bytes=210)
-    assert evaluations.more_bytes == 200
-    assert not evaluations.step_begins(held_bytes=700, more_bytes=300, budget_bytes=1000)
-    assert not evaluations.step_begins(900, 300, 1000), "another step was before it"
-    evaluations.end(900)
-    assert evaluations.more_bytes == 200, "of a step"
-    assert not evaluations.begin(800, 10, 1000) and evaluations.step_begins(701, 300, 1000)
-    assert evaluations.begin(801, 10, 1000)
+    unused = Unused()
+    assert unused.evaluation_begins(held_bytes=10, live_bytes=10, budget_bytes=1000), "what it takes is not known"
+    assert not unused.evaluation_begins(900, 10, 1000), "another one was before it"
+    unused.evaluations_end(live_bytes=210)
+    assert unused.more_bytes == 200
+    assert not unused.step_begins(held_bytes=700, more_bytes=300, budget_bytes=1000)
+    assert not unused.step_begins(900, 300, 1000), "another step was before it"
+    unused.evaluations_end(900)
+    assert unused.more_bytes == 200, "of a step"
+    assert not unused.evaluation_begins(800, 10, 1000) and unused.step_begins(701, 300, 1000)
+    assert unused.evaluation_begins(801, 10, 1000)
+
+
+def test_unused_memory_is_returned_where_sizes_alternate_and_may_not_fit_both() -> None:
+    unused = Unused()
+    assert not unused.step_begins(held_bytes=700, more_bytes=300, budget_bytes=1000, size=8)
+    assert not unused.step_begins(900, 300, 1000, size=8)
+    assert not unused.step_begins(700, 300, 1000, size=3)
+    assert unused.step_begins(701, 300, 1000, size=8)
+    assert unused.evaluation_begins(10, 10, 1000, size=8)
+    unused.evaluations_end(live_bytes=210)
+    assert unused.evaluation_begins(400, 10, 1000, size=9), "what it takes is not known"
+    assert not unused.evaluation_begins(900, 10, 1000, size=9)
+    assert not unused.evaluation_begins(800, 10, 1000, size=8) and unused.evaluation_begins(801, 10, 1000, size=9)

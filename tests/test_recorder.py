@@ -429,6 +429,20 @@ def test_a_device_that_cannot_be_recorded_is_refused(device: str):
         record(device)
 
 
+def test_an_allocator_without_statistics_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def none(_device: torch.device) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_alloc", lambda *_: 1)
+    monkeypatch.setattr(torch.cuda, "caching_allocator_delete", lambda _pointer: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", none)
+    monkeypatch.setattr(instruments, "instruments", {})
+    with pytest.raises(InvalidDeviceError, match="counts none of the bytes"):
+        record(torch.device("cuda", 0))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_records_nest():

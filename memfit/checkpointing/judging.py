@@ -16,7 +16,7 @@ from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.shared_policy import Agreed, FirstTalks, Judged, SharedPolicy
 from memfit.checkpointing.windows import Meter
 from memfit.errors import EAGER_MODE
-from memfit.memory.contract import Aim, Contract, Evaluations, Held, Refused, Usage, Warnings, WindowKind
+from memfit.memory.contract import Aim, Contract, Held, Refused, Unused, Usage, Warnings, WindowKind
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
@@ -54,8 +54,12 @@ class Judge:
         self.warnings = Warnings()
         self._lean = self._over_lean = self._in_a_row = 0
         self._holding_bytes = 0  # a budget that has room for all windows like those that were seen without a plan
+<<<<<<< HEAD
         self._created_bytes = self._fuller_bytes = 0  # of optimizers' state; by which others of its shape began fuller
         self._evaluations = Evaluations()
+=======
+        self._unused = Unused()
+>>>>>>> wC
         self._shared: SharedPolicy | None = None
         self._may_share, self.talks = True, FirstTalks(plans)
         _open.add(self)
@@ -72,11 +76,12 @@ class Judge:
         """Return whether so many bytes are more than the budget, as far as that is known."""
         return self.contract is not None and self.contract.is_resolved and size_bytes > self.contract.budget_bytes
 
-    def return_unused(self, present: Pass | None, predicted_bytes: int | None, other_bytes: int) -> None:
+    def return_unused(self, present: Pass | None, numel: int, predicted_bytes: int | None, other_bytes: int) -> None:
         """Return what CUDA's allocator holds unused to the device if the window that begins may be over by it.
 
         Args:
             present: the window's pass; None of an evaluation.
+            numel: elements of its batch.
             predicted_bytes: that it takes, as far as that is known.
             other_bytes: that are live, and do not count against the budget.
         """
@@ -86,9 +91,10 @@ class Judge:
         budget_bytes = self.contract.budget_bytes
         held, live = held_bytes(device) - other_bytes, allocated_bytes(device) - other_bytes
         if present is None:
-            is_returned = self._evaluations.begin(held, live, budget_bytes)
+            is_returned = self._unused.evaluation_begins(held, live, budget_bytes, numel)
         else:
-            is_returned = self._evaluations.step_begins(held, max(0, (predicted_bytes or 0) - live), budget_bytes)
+            more_bytes = max(0, (predicted_bytes or 0) - live)
+            is_returned = self._unused.step_begins(held, more_bytes, budget_bytes, numel)
             is_returned |= present.recorder is not None  # of a new size, which blocks of other sizes may not serve
         if is_returned or held > budget_bytes:
             empty_cache(device)
@@ -177,7 +183,7 @@ class Judge:
         elif shape is None or predicted_bytes is None:
             is_over, is_lean = self.is_over(usage.taken_bytes), usage.kind is not WindowKind.EVALUATION
             if not is_lean:
-                self._evaluations.end(usage.live_bytes)
+                self._unused.evaluations_end(usage.live_bytes)
             self._lean, self._over_lean = self._lean + is_lean, self._over_lean + (is_lean and is_over)
             self._in_a_row = (self._in_a_row + 1) * is_over if is_lean else self._in_a_row
             again_bytes = usage.taken_bytes + (self._meter.created_bytes if self._meter.is_before_update else 0)

@@ -208,7 +208,7 @@ class Loop:
             self._shape = self.plans.shape_of(self._numel, self._kind, agreed.form)
             self._compile_if_settled(self._shape)
             self.steering.present = self._pass(self._shape, agreed.now_bytes, may_wait=agreed.may_wait)
-        self._judge.return_unused(self.steering.present, self._predicted_bytes, self.other_bytes)
+        self._judge.return_unused(self.steering.present, self._numel, self._predicted_bytes, self.other_bytes)
         self._meter.open()
 
     def _install_again(self) -> None:

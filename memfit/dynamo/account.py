@@ -21,9 +21,9 @@ from memfit.memory.contract import (
     WINDOWS_BEFORE_LARGER,
     Aim,
     Contract,
-    Evaluations,
     Refused,
     Standing,
+    Unused,
     Warnings,
     WindowKind,
 )
@@ -97,7 +97,7 @@ class Account:
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
-        self._evaluations = Evaluations()
+        self._unused = Unused()
         self.losses, self.outside = LossWindows(device), OutsideOfGraphs()
         self._hosts: dict[Any, HostStore] = {}  # by budget and directory
         self.is_judging = True
@@ -138,17 +138,17 @@ class Account:
             return
         taken = self._close()
         if taken:
-            self._evaluations.end(self._live_bytes)  # with what the loop made of them
+            self._unused.evaluations_end(self._live_bytes)  # with what the loop made of them
         if self.is_judging and (self._live_bytes > self.budget_bytes or taken > max(self.budget_bytes, self._left())):
             self._returns_cache = self._returns_cache or self._live_bytes <= self.budget_bytes
             self._warnings.warn(self.contract.between_text(self._live_bytes, taken), "between", most=1)
-            self._evaluations.more_bytes = self.budget_bytes  # no later one begins beside what a step has left
+            self._unused.more_bytes = self.budget_bytes  # no later one begins beside what a step has left
         self._follow_stream()
         others_bytes = max(0, held_bytes(self.device) - self._left())  # what other code has left unused
         # what steps of another plan took must not count once more
         is_new = self.standing.windows == 0 or self.steps == self._last_compiled
         is_unused = others_bytes and self.standing.kept_in_a_row < STEPS_IN_A_ROW
-        if self._evaluations.step_begins(held_bytes(self.device), self.budget_bytes, self.budget_bytes):
+        if self._unused.step_begins(held_bytes(self.device), self.budget_bytes, self.budget_bytes):
             is_unused = True
         if self._returns_cache or is_new or is_unused:
             empty_cache(self.device)
@@ -252,7 +252,7 @@ class Account:
         if self.is_amid_calls:
             self.ran += 1
             return run()
-        if self._evaluations.begin(held_bytes(self.device), allocated_bytes(self.device), self.budget_bytes):
+        if self._unused.evaluation_begins(held_bytes(self.device), allocated_bytes(self.device), self.budget_bytes):
             empty_cache(self.device)
         window = Window(self.device)
         try:

@@ -309,50 +309,58 @@ class Contract:
 
 
 @dataclass(slots=True)
-class Evaluations:
-    """The calls without gradients of a loop: what steps leave unused may serve none of their tensors, and the reverse.
+class Unused:
+    """What a window leaves unused may serve none of the tensors of another sort of window.
 
-    It is returned to the device where one follows the other and both together may be more than the budget.
+    Sorts are calls without gradients, steps, and batches of other sizes. What is unused is returned to the device where
+    one follows another and both together may be more than the budget.
 
     Attributes:
-        more_bytes: the most that one had live above what was live before it; None before the first.
+        more_bytes: the most that a call without gradients had live above what was live before it; None before one.
     """
 
     more_bytes: int | None = None
+    _largest: int = -1
     _before_bytes: int = 0
-    _was_last: bool = False
+    _last: tuple[bool, int] = (False, 0)  # whether it was a call without gradients, and its size
 
-    def begin(self, held_bytes: int, live_bytes: int, budget_bytes: int) -> bool:
-        """Begin a call; return whether unused memory is returned before it.
+    def evaluation_begins(self, held_bytes: int, live_bytes: int, budget_bytes: int, size: int = 0) -> bool:
+        """Begin a call without gradients; return whether unused memory is returned before it.
 
         Args:
             held_bytes: by the allocator.
             live_bytes: of them.
             budget_bytes: of both.
+            size: of its batch.
         """
-        follows_step, self._was_last = not self._was_last, True
-        self._before_bytes = live_bytes if follows_step else min(live_bytes, self._before_bytes)
-        return follows_step and (self.more_bytes is None or held_bytes + self.more_bytes > budget_bytes)
+        self._before_bytes = min(live_bytes, self._before_bytes) if self._last[0] else live_bytes
+        is_larger, self._largest = size > self._largest, max(size, self._largest)
+        more_bytes = budget_bytes if is_larger or self.more_bytes is None else self.more_bytes
+        return self._follows_other((True, size)) and held_bytes + more_bytes > budget_bytes
 
-    def end(self, live_bytes: int) -> None:
-        """End all calls since the last step.
+    def evaluations_end(self, live_bytes: int) -> None:
+        """End all calls without gradients since the last step.
 
         Args:
             live_bytes: the most during them, and what the loop made of them.
         """
-        if self._was_last:
+        if self._last[0]:
             self.more_bytes = max(self.more_bytes or 0, live_bytes - self._before_bytes)
 
-    def step_begins(self, held_bytes: int, more_bytes: int, budget_bytes: int) -> bool:
+    def step_begins(self, held_bytes: int, more_bytes: int, budget_bytes: int, size: int = 0) -> bool:
         """Begin a step; return whether unused memory is returned before it.
 
         Args:
             held_bytes: by the allocator.
             more_bytes: that the step is predicted to take beside what is live.
             budget_bytes: of both.
+            size: of its batch.
         """
-        follows_call, self._was_last = self._was_last, False
-        return follows_call and held_bytes + more_bytes > budget_bytes
+        return self._follows_other((False, size)) and held_bytes + more_bytes > budget_bytes
+
+    def _follows_other(self, sort: tuple[bool, int]) -> bool:
+        before, self._last = self._last, sort
+        return before != sort
 
 
 class Warnings:

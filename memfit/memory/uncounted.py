@@ -39,9 +39,10 @@ class Uncounted:
     def __init__(self, device: torch.device) -> None:
         self._found: list[tuple[weakref.ref[torch.Tensor], int, int]] = []
         self._device = device
+        if device.type in ("cpu", "cuda"):
+            allocated_bytes(device)  # the recorder is there from now on
         if device.type != "cpu":
             return
-        allocated_bytes(device)  # the recorder is there from now on
         for thing in alive_objects():
             if type(thing) in (torch.Tensor, torch.nn.Parameter):
                 self._look_at(thing, device)

@@ -302,7 +302,7 @@ def instrument_of(device: torch.device) -> Instrument:
     """Return the instrument of a device.
 
     Raises:
-        InvalidDeviceError: neither a CPU nor a CUDA device at hand.
+        InvalidDeviceError: neither a CPU nor a CUDA device at hand, or one whose bytes torch does not count.
     """
     found = instruments.get(device)
     if found is not None:
@@ -317,7 +317,23 @@ def instrument_of(device: torch.device) -> Instrument:
     index = torch.cuda.current_device() if device.index is None else device.index
     exact = torch.device("cuda", index)
     # "cuda" without an index follows the current device, so only the exact name is remembered
+    if exact not in instruments and not _is_counted(exact):
+        raise InvalidDeviceError(
+            f"memory of device '{exact}' cannot be recorded: torch counts none of the bytes that its allocator gives. "
+            "Unset PYTORCH_NO_CUDA_MEMORY_CACHING, or leave torch's caching allocator on and in its place"
+        )
     return instruments.setdefault(exact, CudaStatistics(source="torch.cuda.max_memory_allocated", device=exact))
+
+
+def _is_counted(device: torch.device) -> bool:
+    """Return whether torch's statistics show what its allocator gives: they do not if it caches nothing."""
+    pointer = torch.cuda.caching_allocator_alloc(1, device)
+    try:
+        return torch.cuda.memory_allocated(device) > 0
+    except RuntimeError:  # an allocator of somebody else has no statistics
+        return False
+    finally:
+        torch.cuda.caching_allocator_delete(pointer)
 
 
 def note_cuda_peaks() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.errors import UnsupportedStepError
-from memfit.system.instruments import note_cuda_peaks
+from memfit.system.instruments import instrument_of, note_cuda_peaks
 from memfit.system.recorder import empty_cache
 
 
@@ -128,9 +128,13 @@ def prepare_allocator(device: torch.device) -> bool:
 
     Args:
         device: that has the budget; nothing is done for a CPU.
+
+    Raises:
+        InvalidDeviceError: torch counts none of its bytes.
     """
     if device.type != "cuda":
         return True
+    instrument_of(device)  # or it is refused
     note_resets_of_peaks()
     return turn_on_expandable_segments(device)
 

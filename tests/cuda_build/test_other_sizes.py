@@ -16,7 +16,7 @@ from conftest import InChild
 import memfit
 
 FIXED = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}  # whose blocks serve few other sizes
-SHARE, STEPS = 0.75, 9
+STEPS = 9
 Batch = dict[str, torch.Tensor]
 
 
@@ -33,15 +33,35 @@ def longer(_model: Any, _loss: Any, batch: Batch, number: int) -> Batch:
     return {name: each[:, : 64 + 24 * number] for name, each in batch.items()}
 
 
-LOOPS: dict[str, Callable[..., Batch]] = {"evaluations": every_third, "longer each time": longer}
+def last_smaller(_model: Any, _loss: Any, batch: Batch, number: int) -> Batch:
+    return {name: each[: 3 if number % 4 == 3 else 8] for name, each in batch.items()}
+
+
+def of_many_sizes(model: Any, loss: Callable[[Any, Batch], torch.Tensor], batch: Batch, number: int) -> Batch:
+    if number % 3 == 2:
+        model.eval()
+        with torch.no_grad():
+            for rows in (6, 3, 5, 8, 2):
+                loss(model, {name: torch.cat([each, each])[: 2 * rows] for name, each in batch.items()})
+        model.train()
+    return batch
+
+
+LOOPS: dict[str, tuple[float, Callable[..., Batch]]] = {  # with the share of the bare loop's bytes
+    "evaluations": (0.75, every_third),
+    "evaluations of many sizes": (0.62, of_many_sizes),
+    "longer each time": (0.75, longer),
+    "the last of each epoch smaller": (0.68, last_smaller),
+}
 
 
 def trained(loop: str) -> dict[str, Any]:
+    share, given = LOOPS[loop]
     step = make_model("gpt2", GPT, with_state=False).step
     assert step.optimizer is not None and isinstance(step.batch, dict)
 
     def run(model: Any, numbers: Iterator[int]) -> None:
-        batch = LOOPS[loop](model, step.loss, step.batch, next(numbers))
+        batch = given(model, step.loss, step.batch, next(numbers))
         step.model.zero_grad(set_to_none=True)
         step.loss(model, batch).backward()
         step.update()
@@ -54,7 +74,7 @@ def trained(loop: str) -> dict[str, Any]:
     step.optimizer.state.clear()
     step.model.zero_grad(set_to_none=True)
     let_go()
-    budget_bytes = int(SHARE * max(bare))
+    budget_bytes = int(share * max(bare))
     with memfit.checkpoint(step.model, budget_bytes):
         return {"budget_bytes": budget_bytes, "taken": reserved(step.model)}
 
