@@ -28,8 +28,8 @@ from memfit.commands import (
     run,
 )
 from memfit.commands.answer import BAD_INPUT, DONE, INTERRUPTED, deliver_error, only_answers_on_stdout
+from memfit.commands.command_line import usage_message
 from memfit.commands.options import with_each_option
-from memfit.commands.verbosity import usage_message
 from memfit.errors import MemfitError
 from memfit.system.lines import lines_on_stderr
 from memfit.system.version import __version__

@@ -17,16 +17,18 @@ import torch
 from occupied import bytes_now
 from steps import MODELS, ConvNet, conv_batch, cross_entropy, make_pair, unusual_batch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import memfit
 from memfit.dynamo import backend
 from memfit.dynamo.backend import PlannedGraph
-from memfit.dynamo.inputs import Signatures, signatures
+from memfit.dynamo.inputs import Signatures, only_device_of, signatures
 from memfit.dynamo.optimizers import state_to_come
 from memfit.errors import (
     InfeasibleBudgetError,
     InvalidBudgetError,
+    InvalidDeviceError,
     InvalidOptionError,
     NoPlanError,
     NotOneGraphError,
@@ -570,3 +572,11 @@ def test_signatures_hold_no_inputs() -> None:
     gone = [weakref.ref(weight), weakref.ref(batch)]
     del weight, batch
     assert [each() for each in gone] == [None, None]
+
+
+def test_a_graph_over_two_gpus_is_refused() -> None:
+    with FakeTensorMode(), pytest.raises(InvalidDeviceError, match="tensors on cuda:0 and cuda:1, and memfit plans"):
+        only_device_of([torch.empty(1), torch.empty(1, device="cuda:1"), torch.empty(1, device="cuda:0")])
+    with FakeTensorMode():
+        found = only_device_of([torch.empty(1), 3, torch.empty(1, device="cuda:1")])
+    assert found == torch.device("cuda:1")

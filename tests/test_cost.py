@@ -430,7 +430,7 @@ def test_check_knows_the_real_bytes_of_the_device_at_hand(tmp_path: Path) -> Non
     planned = fit_step(mean_squares_step(), Settings(budget=1 << 20, planner="none"))
     assert isinstance(planned, PlannedStep)
     planned.plan.save(tmp_path / "plan.json")
-    assert check(f"{target}:make", tmp_path / "plan.json") == 0
+    assert check(f"{target}:make", tmp_path / "plan.json").exit_status == 0
 
 
 def test_a_storage_larger_than_its_fake_is_counted_in_full() -> None:

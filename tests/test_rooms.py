@@ -150,7 +150,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("backend",),
         ("parts",),
         ("compiled_graph",),
-        ("ready_order", "settings", "share", "sums"),
+        ("ready_order", "settings", "share", "gradient_sums"),
         ("account", "inputs"),
         ("optimizers", "outside", "window"),
     ),

@@ -1502,7 +1502,7 @@ def test_guards_that_are_freed_late_change_no_kernels() -> None:
     assert str(excluded()) == before
     with dispatch_keys_kept():
         guards.clear()
-        assert str(excluded()) == within
+        assert TORCH_2_11 or str(excluded()) == within  # there a guard takes out only what it has added
     assert str(excluded()) == before
 
 
@@ -1676,6 +1676,7 @@ def test_an_allocator_is_prepared_once_for_all_that_read_its_peaks(
     )
     statistics = instruments.CudaStatistics(source="test", device=device)
     monkeypatch.setitem(instruments.instruments, device, statistics)
+    monkeypatch.setitem(instruments.instruments, ON, statistics)
     for name in cuda._RESETS:
         monkeypatch.setattr(torch._C, name, lambda _device: peaks.update(peak=peaks["current"]), raising=False)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: torch._C._cuda_resetPeakMemoryStats(7))

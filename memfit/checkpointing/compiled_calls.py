@@ -44,7 +44,7 @@ class _CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on:
             return self._eager(*args, **kwargs)
-        if self.around is None:
+        if self.around is None or torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
         self.around[0](self.module, args, kwargs)
         output = self._compiled(*args, **kwargs)

@@ -54,12 +54,8 @@ class Judge:
         self.warnings = Warnings()
         self._lean = self._over_lean = self._in_a_row = 0
         self._holding_bytes = 0  # a budget that has room for all windows like those that were seen without a plan
-<<<<<<< HEAD
         self._created_bytes = self._fuller_bytes = 0  # of optimizers' state; by which others of its shape began fuller
-        self._evaluations = Evaluations()
-=======
         self._unused = Unused()
->>>>>>> wC
         self._shared: SharedPolicy | None = None
         self._may_share, self.talks = True, FirstTalks(plans)
         _open.add(self)

@@ -16,7 +16,7 @@ import typer
 
 from memfit.chunked_loss import HELP as CHUNK_LOSS_HELP
 from memfit.commands.answer import Answer, deliver
-from memfit.commands.verbosity import Verbosity
+from memfit.commands.command_line import Verbosity
 from memfit.errors import InvalidOptionError
 from memfit.options import FitOptions, RanksOptions, help_texts, settings_from
 from memfit.planners import PLANNERS, make_planner

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memfit.chunked_loss import HELP
-from memfit.commands.verbosity import Quiet, Verbose, Verbosity, usage_message
+from memfit.commands.command_line import Quiet, Verbose, Verbosity, usage_message
 from memfit.errors import InvalidOptionError, MemfitError
 from memfit.memory.contract import read_firm
 from memfit.system.budget import format_bytes, parse_host_budget, require_budget
@@ -204,5 +204,5 @@ def _run(words: Sequence[str]) -> int:
         say(f"error: {error}")
         return error.exit_status
     except typer.TyperException as error:
-        say(f"error: {usage_message(error)}")
+        say(f"error: {usage_message(error, 'memfit run')}")
         return _BAD_INPUT

@@ -18,6 +18,7 @@ import torch.fx
 from memfit.capture.numbers import numbers_read, with_numbers_as_tensors
 from memfit.dynamo.account import Account
 from memfit.dynamo.compiled_graph import CompiledGraph
+from memfit.dynamo.gradient_sums import used_often, watch_sums
 from memfit.dynamo.inputs import (
     Signatures,
     device_of,
@@ -28,7 +29,6 @@ from memfit.dynamo.inputs import (
 from memfit.dynamo.parts import Levels, Sharing, are_of_part, sharing_of
 from memfit.dynamo.ready_order import in_order
 from memfit.dynamo.settings import EAGER, GraphSettings, read_options
-from memfit.dynamo.sums import used_often, watch_sums
 from memfit.errors import BY_CHECKPOINT, InvalidOptionError, MemfitError, NotOneGraphError, UnsupportedStepError
 from memfit.memory.contract import Warnings
 from memfit.plan import Plan

@@ -21,8 +21,8 @@ from memfit.capture.shared_casts import with_casts_shared
 from memfit.cost.calibration import linked_device
 from memfit.cost.observations import Corrections
 from memfit.dynamo.inputs import (
-    device_of,
     differ_in_strides,
+    only_device_of,
     overlapping,
     refuse_casts_inside,
     refuse_other_autocast,
@@ -82,7 +82,7 @@ class CompiledGraph:
     def __init__(self, graph: PlannedGraph, inputs: Sequence[Any], before: CompiledGraph | None) -> None:
         self.graph, self.before, self.asked_again = graph, before, False
         self.inputs = tensors_in(inputs)
-        self.device = device_of(self.inputs)
+        self.device = only_device_of(self.inputs)
         self.ready: list[int] = []
         self.prepared: Prepared | None = None
         self.plan: Plan | None = None

@@ -13,7 +13,7 @@ import torch.fx
 
 from memfit.binding import Value
 from memfit.capture.functionalize import CAST_INSIDE
-from memfit.errors import BY_CHECKPOINT, NotOneGraphError, UnsupportedStepError
+from memfit.errors import BY_CHECKPOINT, InvalidDeviceError, NotOneGraphError, UnsupportedStepError
 from memfit.memory.place import span_bytes
 from memfit.step.signature import tensor_signature
 from memfit.torch_private.autocast import any_autocast
@@ -229,3 +229,18 @@ def device_of(inputs: Sequence[Any]) -> torch.device:
     """Return the device of the first tensor that is not on a CPU; if there is none, a CPU."""
     devices = (each.device for each in inputs if isinstance(each, torch.Tensor))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def only_device_of(inputs: Sequence[Any]) -> torch.device:
+    """Return the device of a graph's inputs, as `device_of` does.
+
+    Raises:
+        InvalidDeviceError: they are on several devices that are no CPU, of which the budget would be that of one.
+    """
+    devices = {str(each.device) for each in inputs if isinstance(each, torch.Tensor) and each.device.type != "cpu"}
+    if len(devices) > 1:
+        raise InvalidDeviceError(
+            f"a compiled graph has tensors on {' and '.join(sorted(devices))}, and memfit plans for one device: move "
+            "the model to one, or give each rank a device and the model to fully_shard"
+        )
+    return device_of(inputs)

@@ -131,4 +131,4 @@ def test_budgets_are_held_in_cudas_own_pool() -> None:
         "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    subprocess.run([sys.executable, "-c", POOLED], env=environment, check=True)
+    assert subprocess.run([sys.executable, "-c", POOLED], env=environment, check=False).returncode == 0

@@ -1,4 +1,7 @@
-"""What all commands share. Imports little: `memfit run` runs before its script's imports."""
+"""What all command lines share: `--verbose`, `--quiet`, and what is said of wrong options.
+
+Imports little: `memfit run` runs before its script's imports.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +38,14 @@ class Verbosity:
         choose_lines(VERBOSE if self.verbose else QUIET if self.quiet else NORMAL, shows_progress=shows_progress)
 
 
-def usage_message(error: typer.TyperException) -> str:
-    """Return in a sentence what is wrong with the words of a command line, what was given, and whose help says more.
+def usage_message(error: typer.TyperException, program: str = "memfit") -> str:
+    """Return the message of a wrong command line: the problem, the value that was given, and the help to read.
 
     Args:
-        error: raised by typer while it read them.
+        error: raised by typer while it read the command line.
+        program: named where typer does not say which command it read.
     """
     context, why = getattr(error, "ctx", None), getattr(error.__cause__, "errors", None)
     given = "" if why is None else f", got {why()[0]['input']!r}"  # of pydantic, by which typer reads numbers
-    command = "memfit" if context is None else context.command_path
+    command = program if context is None else context.command_path
     return f"{error.format_message()}{given} (see `{command} --help`)"

@@ -1,8 +1,9 @@
-"""Sums of gradients: a graph sums what its own uses of a tensor give, and only then comes what others give.
+"""Warns where the gradients of a tensor are summed in another order than eager's.
 
-Eager sums use by use, in one order over the whole model. Both have the same bits unless a graph uses a tensor several
-times, and somebody else uses it, too. Under autocast eager casts a parameter once for all calls, and sums what these
-give in the lower precision.
+A graph first sums the gradients of its own uses of a tensor, and autograd then adds those of uses outside of the graph.
+Eager adds them use by use, in one order over the whole model. Both have the same bits unless a graph uses a tensor
+several times, and code outside of it does, too. Under autocast eager casts a parameter once for all calls, and sums
+their gradients in the lower precision.
 """
 
 from __future__ import annotations
