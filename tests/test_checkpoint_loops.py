@@ -990,6 +990,25 @@ def test_a_named_budget_has_room_for_what_windows_of_the_same_shape_begin_with(m
     assert max(peaks) <= budget
 
 
+def leaking() -> Loop:
+    model, kept = deep(), list[torch.Tensor]()
+    optimizer = adam(model)
+
+    def step(_number: int) -> Iterable[torch.Tensor]:
+        outputs = model(torch.randn(512, 64))
+        kept.append(outputs)  # whose storage, and what autograd knows of it, no step frees
+        yield update(optimizer, outputs.square().mean())
+
+    return Loop([model], step)
+
+
+def test_a_loop_that_keeps_tensors_of_each_step_is_told_so_and_no_budget_is_named() -> None:
+    _, peaks = run(leaking, None, 2)
+    with pytest.raises(BudgetNotHeldError, match="the loop keeps tensors of each") as refusal:
+        run(leaking, max(peaks) + (1 << 18), 60)
+    assert "Raise the budget" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("models", "error"), [([], "the list of models is empty"), ([torch.nn.Linear(2, 2), 3], "model is a int")]
 )

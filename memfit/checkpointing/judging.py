@@ -17,6 +17,7 @@ from memfit.checkpointing.shared_policy import Agreed, FirstTalks, Judged, Share
 from memfit.checkpointing.windows import Meter
 from memfit.errors import EAGER_MODE
 from memfit.memory.contract import Aim, Contract, Held, Refused, Unused, Usage, Warnings, WindowKind
+from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes
 from memfit.torch_private.autograd import INSTEAD_OF_TRANSFORMS
 
@@ -31,6 +32,10 @@ _LEAST = "keeps as little as can be"
 _TWICE = (
     "recomputes blocks twice and holds both, since several backward passes run through them (a pipeline's schedule "
     "that splits backward, as zero-bubble ones do, or retain_graph=True)"
+)
+_LEAK = (
+    "the one before, since the loop keeps tensors of each (a list of losses keeps what they were computed from: append "
+    "loss.item()), so that no budget holds for long"
 )
 _UNCOMPILED = "leave the model uncompiled and "  # whose compiled call frees nothing in eager mode
 
@@ -172,6 +177,7 @@ class Judge:
         if shape is not None:
             began_bytes = usage.start_bytes - self._created_bytes
             shape.most_start_bytes = max(shape.most_start_bytes, began_bytes)
+            shape.growth.note(began_bytes)
             self._fuller_bytes = shape.most_start_bytes - began_bytes
             self._created_bytes += self._meter.created_bytes
         if self._compiled.is_new and shape is not None:  # the compiler itself takes memory, and compiles once
@@ -240,7 +246,8 @@ class Judge:
             ways.append(f"{uncompiled}{TRY_EAGER_MODE}")
         why = self._why_refused(shape, peak_is_in)
         fuller_bytes = refused.needed_bytes + self._fuller_bytes
-        holding_bytes = None if by_transforms or _is_twice(shape) else max(self._holding_bytes, fuller_bytes)
+        is_unknown = by_transforms or _is_twice(shape) or shape.growth.is_leak
+        holding_bytes = None if is_unknown else max(self._holding_bytes, fuller_bytes)
         error = own.refusal(refused, why, ", ".join(ways), holding_bytes=holding_bytes)
         if own.is_firm and not shape.is_refused:
             shape.is_refused = True
@@ -252,7 +259,11 @@ class Judge:
             return NO_BLOCKS
         if shape.planned is not None and not shape.standing.is_least:
             return f"the model was compiled {self._compiled.compilations} times, each for less"
-        return f"it {_TWICE if _is_twice(shape) else _LEAST}; the most is taken in {peak_is_in}"
+        leak = ""
+        if shape.growth.is_leak:
+            bytes_a_step = shape.growth.grown_bytes // shape.growth.windows
+            leak = f"; each of the last {shape.growth.windows} began with {format_bytes(bytes_a_step)} more than {_LEAK}"
+        return f"it {_TWICE if _is_twice(shape) else _LEAST}; the most is taken in {peak_is_in}{leak}"
 
 
 def _is_twice(shape: Shape) -> bool:

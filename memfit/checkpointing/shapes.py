@@ -13,6 +13,7 @@ from memfit.memory.contract import Standing, WindowKind
 
 _BUCKET = math.log(1.15)  # sizes that differ by less share a plan
 _RUNS = 3  # windows of each plan of a race
+_GROWN_IN_A_ROW = 4  # windows that began fuller than the one before, after which the loop keeps tensors of each
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +48,32 @@ class Race:
 
 
 @dataclass(slots=True, eq=False)
+class Growth:
+    """Of what is live when windows of one size and kind begin.
+
+    Attributes:
+        windows: in a row that began with more than the one before.
+        grown_bytes: in these.
+    """
+
+    windows: int = 0
+    grown_bytes: int = 0
+    _start_bytes: int | None = None
+
+    def note(self, start_bytes: int) -> None:
+        """Count a window that began with so many bytes live."""
+        grown_bytes = 0 if self._start_bytes is None else start_bytes - self._start_bytes
+        self.windows = self.windows + 1 if grown_bytes > 0 else 0
+        self.grown_bytes = self.grown_bytes + grown_bytes if grown_bytes > 0 else 0
+        self._start_bytes = start_bytes
+
+    @property
+    def is_leak(self) -> bool:
+        """Whether the loop keeps something of each step, so that no budget holds for long."""
+        return self.windows >= _GROWN_IN_A_ROW
+
+
+@dataclass(slots=True, eq=False)
 class Shape:
     """What is known of passes of one size and kind.
 
@@ -63,6 +90,7 @@ class Shape:
         rulings: the same in the form in which it is carried out.
         start_bytes: that the present plan is made for, live when a pass begins.
         most_start_bytes: that were live when one of its windows began, without the state of optimizers made since.
+        growth: of these bytes.
         standing: what its windows have shown.
         wants_plan: whether the next pass is planned anew.
         aim_bytes: that its plan may be predicted to take, if the last window said so.
@@ -85,6 +113,7 @@ class Shape:
     rulings: dict[str, Ruling] = field(default_factory=dict[str, Ruling])
     start_bytes: int = 0
     most_start_bytes: int = 0
+    growth: Growth = field(default_factory=Growth)
     standing: Standing = field(default_factory=Standing)
     wants_plan: bool = True
     aim_bytes: int | None = None
