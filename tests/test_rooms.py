@@ -100,7 +100,7 @@ INNER_ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("chunked", "cuda_graph", "distributed", "freed_run", "near_sizes", "variants"),
         ("behind", "step_program"),
         ("host_states", "measure", "prepare", "update_parts"),
-        ("verify",),
+        ("divided_updates", "verify"),
         (
             "agreement",
             "backward_updates",

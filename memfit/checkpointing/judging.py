@@ -262,7 +262,9 @@ class Judge:
         leak = ""
         if shape.growth.is_leak:
             bytes_a_step = shape.growth.grown_bytes // shape.growth.windows
-            leak = f"; each of the last {shape.growth.windows} began with {format_bytes(bytes_a_step)} more than {_LEAK}"
+            leak = (
+                f"; each of the last {shape.growth.windows} began with {format_bytes(bytes_a_step)} more than {_LEAK}"
+            )
         return f"it {_TWICE if _is_twice(shape) else _LEAST}; the most is taken in {peak_is_in}{leak}"
 
 

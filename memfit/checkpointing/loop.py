@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,10 +26,11 @@ from memfit.checkpointing.reporting import WindowSeen
 from memfit.checkpointing.seen import CallSeen
 from memfit.checkpointing.shapes import Shape
 from memfit.checkpointing.steering import Steering
-from memfit.checkpointing.windows import Awaiting, History, Meter, Updates
+from memfit.checkpointing.windows import Awaiting, History, Meter, Updates, watch_evaluation
 from memfit.errors import UnsupportedStepError
-from memfit.memory.contract import Contract, Warnings, WindowKind
+from memfit.memory.contract import Contract, WindowKind
 from memfit.memory.host.room import Host
+from memfit.step.divided_updates import DividedUpdates
 from memfit.step.hooks import WeakHook, hooks_around, remove_all
 from memfit.system.recorder import allocated_bytes
 from memfit.torch_private.autograd import at_end_of_backward, in_backward
@@ -41,10 +43,6 @@ _MOST_OF_OTHERS = 4  # updates of other models, such as a critic, before the fir
 _NOT_SEEN = (
     "an optimizer has stepped, and no call of the model was seen: give memfit.checkpoint what the loop calls, such as "
     "the module that torch.compile returned; where a function is compiled that calls the model, compile the model"
-)
-_NOT_STEERED = (
-    "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
-    "model.train(), and set single modules to eval() after it"
 )
 _OTHER_MODULES = (
     "modules of the model were replaced, added or taken out since memfit.checkpoint, which goes on with those that it "
@@ -117,6 +115,7 @@ class Loop:
             note_resets_of_peaks()
         self.installed = Installed(model, blocks, rest, self.steering)
         self._is_lazy = has_lazy_parameters(model)
+        self._divided = DividedUpdates(device, self._left_bytes)
         self._model_hooks = hooks_around(model, self.begin, self.returned)
         self._hooks: list[Any] = [
             *hooks,
@@ -131,6 +130,12 @@ class Loop:
     def live_bytes(self) -> int:
         """Return all bytes that are live on the device."""
         return allocated_bytes(self.device) + self._meter.uncounted.live_bytes()
+
+    def _left_bytes(self) -> float | None:
+        """Return what the budget leaves beside what is live; None as long as it is not known."""
+        if self.contract is None or not self.contract.is_resolved:
+            return None if self.contract else math.inf
+        return self.contract.budget_bytes - self.live_bytes() + self.other_bytes
 
     # -- windows
 
@@ -232,7 +237,7 @@ class Loop:
         if not torch.is_grad_enabled() or self.frozen is not None or self.is_paused:
             return
         if self.steering.present is None:
-            _watch_evaluation(self.model, output, self.warnings)
+            watch_evaluation(self.model, output, self.warnings)
             return
         self.steering.present.returned()
         self._awaited.expect(output)
@@ -298,6 +303,8 @@ class Loop:
         created_bytes = self._meter.after_update()
         if (recorder := self.steering.recorder) is not None:
             recorder.created_bytes += created_bytes
+            undivided_bytes = self.live_bytes() - self.other_bytes + self._divided.more_bytes
+            recorder.lean.undivided_bytes = max(recorder.lean.undivided_bytes, undivided_bytes)
         count = self._updates.count()
         if not self._updates.to_come and not self._awaited:
             return
@@ -384,16 +391,10 @@ class Loop:
                 self.discard()
         finally:
             remove_all(self._model_hooks, self._hooks)
+            self._divided.remove()
             self._judge.close()
             self._compiled.remove()
             self.installed.remove()
             if self.steering.host is not None:
                 self.steering.host.close()
             self.steering.present, self.is_paused = None, True  # code of the user's may hold stand-ins
-
-
-def _watch_evaluation(model: torch.nn.Module, output: Any, warnings: Warnings) -> None:
-    """Warn if a call in eval mode is trained on, which is not steered."""
-    grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
-    if grown is not None and not model.training:
-        grown.register_hook(lambda _: warnings.warn(_NOT_STEERED, "eval mode", most=1))

@@ -209,7 +209,7 @@ class Plans:
             return
         assert contract is not None
         if not contract.is_resolved:
-            contract.resolve(planner.everything_kept(more_bytes).predicted_bytes)
+            contract.resolve(max(planner.everything_kept(more_bytes).predicted_bytes, lean.undivided_bytes))
         shape.standing.expected_error_bytes = int(contract.budget_bytes * shape.unused_share)
         aim_bytes = contract.aim_bytes(shape.standing) if shape.aim_bytes is None else shape.aim_bytes
         rival, shape.next_plan = shape.next_plan, None

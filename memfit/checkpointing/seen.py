@@ -169,6 +169,7 @@ class LeanPass:
         start_bytes: that were live when it began.
         at_once: name of a block -> the most calls of it that were live at once.
         created_bytes: of the optimizer's state, which its update after the pass has made.
+        undivided_bytes: that its updates would have taken in one call each.
         is_twice: whether a call was recomputed twice, so that both were held, as where backward passes are split.
     """
 
@@ -177,6 +178,7 @@ class LeanPass:
     start_bytes: int = 0
     at_once: Counter[str] = field(default_factory=Counter[str])
     created_bytes: int = 0
+    undivided_bytes: int = 0
     is_twice: bool = False
 
     @property

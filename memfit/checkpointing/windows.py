@@ -14,7 +14,7 @@ from memfit.capture.step_check import refuse_first_fsdp
 from memfit.capture.training_step import parameters_of
 from memfit.checkpointing.reporting import WindowSeen
 from memfit.cost.stopwatch import Stopwatch
-from memfit.memory.contract import Usage, WindowKind
+from memfit.memory.contract import Usage, Warnings, WindowKind
 from memfit.memory.uncounted import Uncounted
 from memfit.step.hooks import Awaited
 from memfit.system.recorder import Record, record
@@ -23,6 +23,10 @@ from memfit.torch_private.modules import Structure
 from memfit.torch_private.tensors import tensors_reached
 
 _MOST_REMEMBERED = 1000
+_NOT_STEERED = (
+    "a backward pass comes from a call of the model in eval mode, which memfit.checkpoint does not steer; call "
+    "model.train(), and set single modules to eval() after it"
+)
 
 
 class Meter:
@@ -251,3 +255,16 @@ class Updates:
         own = set(map(id, (*self._model.parameters(), *first)))
         # a tensor that is no parameter, and so of no module, is a copy of some that a wrapper updates: DeepSpeed's
         return any(id(each) in own or type(each) is torch.Tensor for each in parameters_of(optimizer))
+
+
+def watch_evaluation(model: torch.nn.Module, output: Any, warnings: Warnings) -> None:
+    """Warn if a call in eval mode is trained on, which is not steered.
+
+    Args:
+        model: that was called.
+        output: of the call.
+        warnings: of the loop.
+    """
+    grown = next((tensor for tensor in tensors_reached(output) if tensor.requires_grad), None)
+    if grown is not None and not model.training:
+        grown.register_hook(lambda _: warnings.warn(_NOT_STEERED, "eval mode", most=1))

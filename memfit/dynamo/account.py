@@ -31,6 +31,7 @@ from memfit.memory.contract import Usage as Taken
 from memfit.memory.host.store import HostStore
 from memfit.memory.uncounted import Uncounted
 from memfit.planning import Settings
+from memfit.step.divided_updates import DividedUpdates
 from memfit.system.budget import format_bytes
 from memfit.system.recorder import allocated_bytes, empty_cache, held_bytes, page_bytes
 from memfit.torch_private.autograd import at_end_of_backward
@@ -96,6 +97,7 @@ class Account:
         self.ran = self.steps = self._ran_before = 0
         self._last_compiled = -WINDOWS_BEFORE_LARGER  # the step in which a graph was compiled last
         self._uncounted = Uncounted(device)
+        self._divided = DividedUpdates(device, lambda: self.budget_bytes - self.live_bytes)
         self.optimizers = Optimizers(device, lambda: self.ran, self._end_update)
         self._unused = Unused()
         self.losses, self.outside = LossWindows(device), OutsideOfGraphs()

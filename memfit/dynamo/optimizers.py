@@ -18,6 +18,7 @@ from memfit.capture.optimizer import (
 from memfit.capture.training_step import with_groups
 from memfit.errors import InvalidTargetError, UnsupportedStepError
 from memfit.memory.footprint import footprint
+from memfit.step.divided_updates import Parts
 from memfit.step.hooks import remove_all
 from memfit.system.recorder import taken_bytes
 from memfit.torch_private.tensors import FakeTensorMode
@@ -156,6 +157,8 @@ def before_update(
     optimizer, *others = given
     is_named = "closure" in named
     closure = named["closure"] if is_named else (others[0] if others else None)
+    parts = closure if isinstance(closure, Parts) else None
+    closure = closure if parts is None else parts.own
     if closure is None:
         check()
         return given, named
@@ -165,6 +168,9 @@ def before_update(
         check()
         return value
 
+    if parts is not None:
+        parts.own = checked
+        return given, named
     if is_named:
         return given, {**named, "closure": checked}
     return (optimizer, checked, *others[1:]), named

@@ -27,6 +27,7 @@ from memfit.memory.footprint import footprint
 from memfit.memory.hard_cap import tell_of_card
 from memfit.memory.host.room import Host
 from memfit.memory.uncounted import Uncounted
+from memfit.step.divided_updates import DividedUpdates
 from memfit.step.hooks import Hook, remove_all
 from memfit.step.turns import turn_on
 from memfit.step.uncopied import Uncopied
@@ -163,6 +164,7 @@ class Eager(Uncopied):
         )
         self._mode.__enter__()
         self._hooks = [] if self._head is None else self._head.hooked(Hook)
+        self._hooks.append(DividedUpdates(self.device, lambda: self.budget_bytes - live_bytes()))
         contents = self._mode.contents
         for module in gathering:  # which let go of their parameters after each pass
             self._hooks.append(module.register_forward_hook(Hook(partial(_keep_results, contents))))

@@ -17,9 +17,9 @@ from memfit.capture.optimizer import ParameterUpdate, WholeUpdate, in_grad, is_o
 from memfit.capture.training_step import with_groups
 from memfit.capture.update_trial import with_measured_updates
 from memfit.graph import Op, Phase
+from memfit.step.divided_updates import PARTS
 from memfit.torch_private.modules import optimizer_hooks
 
-_PARTS = 12  # as many as of the updates in backward
 _NORMS_BYTES = 512 * 4  # of workspace for each gradient: its norm, in a block of its own, and lists of them
 
 
@@ -102,7 +102,7 @@ def _may_be_divided(step: TrainingStep, call: Call) -> bool:
 def _parts(step: TrainingStep, parameters: Sequence[torch.nn.Parameter]) -> Iterator[tuple[int, list[int]]]:
     """Yield the parts of an update: the number of the optimizer's group, and places among the parameters."""
     assert step.optimizer is not None
-    most_bytes = sum(parameter.nbytes for parameter in parameters) // _PARTS
+    most_bytes = sum(parameter.nbytes for parameter in parameters) // PARTS
     group_of = {parameter: group for group, parameter in with_groups(step.optimizer)}
     part: list[int] = []
     for place, parameter in enumerate(parameters):
