@@ -718,7 +718,7 @@ def test_blocks_in_a_selective_checkpoint_of_the_models_run_as_they_are() -> Non
     wanted = train(make())
     kept_bytes = bytes_now(torch.device("cpu")) - before_bytes
     model = make()
-    with memfit.checkpoint(model, max(wanted.peaks[2:]) + kept_bytes + (8 << 10)):
+    with memfit.checkpoint(model, max(wanted.peaks[2:]) + kept_bytes + (64 << 10)):
         assert train(model).same_bits(wanted)
 
 

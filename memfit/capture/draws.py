@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import compress
@@ -165,7 +165,7 @@ def _owners() -> list[tuple[Any, str]]:
     found: dict[int, tuple[Any, str]] = {id(modules[0]): (modules[0], "Python's `random`")}
     found[id(_bits(modules[1]))] = modules[1], "`numpy.random`"
     things = alive_objects()
-    wanted = {kind for kind in set(map(type, things)) if issubclass(kind, GENERATORS)}
+    wanted = set(_with_subclasses(GENERATORS))
     for thing in compress(things, map(wanted.__contains__, map(type, things))):  # of millions, without a loop of Python
         kind = type(thing)
         if issubclass(kind, random.Random):
@@ -176,6 +176,12 @@ def _owners() -> list[tuple[Any, str]]:
         else:
             found.setdefault(id(_bits(thing)), (_bits(thing), "an instance of numpy.random.Generator"))
     return list(found.values())
+
+
+def _with_subclasses(kinds: Iterable[type]) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(kind.__subclasses__())
 
 
 def _bits(generator: Any) -> Any:

@@ -24,6 +24,9 @@ from memfit.torch_private.sharding import key_of, local
 from memfit.torch_private.tensors import StorageWeakRef, bytes_in, tensors_reached
 
 _MOST_NODES = 10_000
+_YOUNG, _ALL = 1, 2  # generations of objects
+
+_collected: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # the models of which a pass was recorded
 
 
 class _Held(Protocol):
@@ -54,7 +57,10 @@ class LeanRecorder:
         model: torch.nn.Module,
     ) -> None:
         before_bytes = allocated_bytes(device)
-        gc.collect()  # what Python frees in the pass, and is there before it, hides as many bytes of it
+        # What Python frees in the pass, and is there before it, hides as many bytes of it. To look at all objects takes
+        # as long as a step, and is for the first pass: later ones seldom see garbage that old.
+        gc.collect(_YOUNG if model in _collected else _ALL)
+        _collected.add(model)
         start_bytes -= before_bytes - allocated_bytes(device)
         self.device, self._uncounted_bytes = device, uncounted_bytes
         self.has_returned = self._has_backward = self._is_over = self.is_incomplete = False
