@@ -1011,3 +1011,12 @@ def test_a_trial_of_an_optimizer_around_another_does_not_call_it(has_gradients: 
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_many_sizes_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    memfit.compile(model, budget="8MiB")
+    for rows in (*range(8, 21), *range(8, 21)):
+        model(torch.randn(rows, 16)).square().mean().backward()
+    assert sum("batches of 12 sizes were traced and planned" in message for message in caplog.messages) == 1

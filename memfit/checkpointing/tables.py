@@ -61,7 +61,7 @@ def _is_librarys(value: Any) -> bool:
 def _is_one_memory(now: Any, value: Any) -> bool:
     """Return whether two tensors are the same elements, as FSDP makes views of its flat parameter for each pass.
 
-    Others are told apart: a result that is kept has its memory in both forward passes, and a graph of each.
+    Others differ: a result that is kept has its memory in both forward passes, and a graph of each.
     """
     if not (isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)):
         return False

@@ -8,6 +8,7 @@ user code holds between the halves and beside the graph (the loss, the optimizer
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
@@ -47,6 +48,11 @@ from memfit.torch_private.tensors import (
 _log = logging.getLogger("memfit")
 _Compiled = TypeVar("_Compiled", bound=CompiledGraph)
 _MANY_TIMES = 64  # Dynamo takes eight for a sign of an integer that differs in each call, and goes on in eager
+_MANY_SIZES = 12
+_OF_SIZES = (
+    "batches of {} sizes were traced and planned by now, each by itself, in {:.0f} s: pad batches to a few sizes, or "
+    "let memfit.checkpoint hold the loop, whose plans serve all sizes within 15%, or memfit.fit, which carries plans on"
+)
 _BY_INDUCTOR = (
     "a block that was compiled with kernels='inductor' is called again in the same step, where each call would be "
     "planned and compiled by itself, and not all within one budget: compile the blocks with PyTorch's own backend "
@@ -142,6 +148,7 @@ class PlannedGraph:
         self.compiled: dict[Any, CompiledGraph] = {}
         self.warnings = Warnings()
         self.awaiting = 0  # backward passes of calls so far
+        self._planning_seconds = 0.0
         self._used_often = used_often(self.module)
         self._given_account = account
         self._device = torch.device("cpu")  # of the latest call
@@ -190,8 +197,12 @@ class PlannedGraph:
         elif compiled is None or compiled.should_plan_again():
             if self._is_alone and compiled is not None and compiled.share.is_repeated:
                 raise UnsupportedStepError(_BY_INDUCTOR)
+            began = time.monotonic()
             with self.account.compiling():
                 compiled = self.compiled[key] = self.compile(partial(CompiledGraph, self, inputs, compiled))
+            self._planning_seconds += time.monotonic() - began
+            if len(self.compiled) == _MANY_SIZES:
+                self.warnings.warn(_OF_SIZES.format(_MANY_SIZES, self._planning_seconds), "sizes", most=1)
         if compiled.plan is not None:
             if PlannedGraph.trained is not None and not _parameters_in(inputs):
                 PlannedGraph.trained |= {None}
